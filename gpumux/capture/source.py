@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
+import opcode
 import os
 import re
 import sys
@@ -198,14 +199,18 @@ def reachable(fn: Any) -> Iterator[tuple[str, Any]]:
             yield name, fn.__globals__[name]
 
 
+_MATCH = opcode.opmap["MATCH_CLASS"]
 _BY_STRING = frozenset(("getattr", "hasattr", "attrgetter", "methodcaller", "vars", "__dict__", "globals"))
 
 
 def code_names(code: types.CodeType) -> Iterator[str]:
     """Every name that a function's code uses, nested functions included. For code that looks names up by strings
-    (getattr), also its strings."""
+    (getattr), also its strings; for a `match` over attributes of a class, `__match_args__` and those in it."""
     for one in codes_in(code):
         yield from one.co_names
+        if _MATCH in one.co_code[::2]:
+            yield "__match_args__"
+            yield from (name for c in one.co_consts if isinstance(c, tuple) for name in c if isinstance(name, str))
         if not _BY_STRING.isdisjoint(one.co_names):
             yield from (c for c in one.co_consts if isinstance(c, str) and c.isidentifier())
 

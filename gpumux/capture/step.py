@@ -541,6 +541,7 @@ class StepFunction:
                     raise
                 self._again, self._switches = None, True
             self._cases.clear()
+            self._new.clear()
         self._undo(undo)
         raise NotRepeatable(
             f"{self.name} makes tensors that it keeps anew each time it is traced",
@@ -569,6 +570,9 @@ class StepFunction:
         try:
             found = capture()
             alone = self._unconfirmed
+        except BaseException:
+            self._new.clear()  # nothing confirmed them
+            raise
         finally:
             self._unconfirmed = None
         try:
@@ -638,11 +642,21 @@ class StepFunction:
         refuse_odd_tensors(tensors)
         self._refuse_state_as_batch(tensors)
         table = self._table
-        if not self._executed:  # so that the fingerprint is made once
-            self._executed.update(kept_traces.executed(self.fn, key_of(key, numbers)))
-        fingerprint = Fingerprint(
-            self.fn, table.models, table.optimizers, table.params, executed=self._executed, identity=table.identity
-        )
+        make = partial(
+            Fingerprint, self.fn, table.models, table.optimizers, table.params, executed=self._executed,
+            identity=table.identity,
+        )  # fmt: skip
+        kept = kept_traces.executed(self.fn, key_of(key, numbers))
+        more = {i: found for i, found in kept.items() if i not in self._executed}
+        self._executed.update(more)  # so that the fingerprint is made once
+        try:
+            fingerprint = make()
+        except CaptureError:
+            if not more:
+                raise
+            for i in more:  # code of an earlier step, which this one may not run
+                del self._executed[i]
+            fingerprint = make()
         fingerprint.remember()
         case = Case(key, fingerprint, HyperReader(table.optimizers), numbers)
         if not self._parts:
@@ -702,9 +716,9 @@ class StepFunction:
             if not phases:
                 self._cases.remove(case)  # a refused call counts as no variant
             raise
+        new: KeptTrace | None = None  # kept if the step is not refused below
         if raw is None and self._depends_on_code_alone(case) and may_be_kept(phase.raw):
-            began = held(self._table, state.structure)
-            self._new.append((case, KeptTrace(began, case.hyper.read(), phase.raw, self._twice)))
+            new = KeptTrace(held(self._table, state.structure), case.hyper.read(), phase.raw, self._twice)
         if self._tracer.outside is not None:
             self._tracer.outside.note(case.fingerprint)
         case.read |= {buffer: one.data for buffer, one in phase.raw.read_values.items()}
@@ -721,6 +735,8 @@ class StepFunction:
                 self._warn_of_many(len(variants), f"Python decides by a number at {', '.join(places[:3])}")
             for least in variants[MAX_VARIANTS:]:
                 phases.remove(least)
+            if new is not None:
+                self._new.append((case, new))
             if self._unconfirmed is None:
                 self._keep()
         return found

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import gc
+import logging
+import math
+import os
+import sys
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import chdir, contextmanager, nullcontext
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from enum import Enum
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -19,9 +27,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpumux import client
+from gpumux.capture import step as capture_step
 from gpumux.capture.symbols import ConstantScalars
 from gpumux.capture.tracer import Tracer
-from gpumux.capture.watch import reuse
+from gpumux.capture.watch import reuse, walk
+from gpumux.errors import CaptureError
 from gpumux.fuse.member import Member
 
 SCALE = 1.0  # read by name in `step` below
@@ -456,3 +466,251 @@ def test_models_of_an_array_are_traced_once(traces: list[str]):
     del traces[:]
     programs(build(make=torch.optim.AdamW, lr=0.1, weight_decay=0.1))
     assert traces
+
+
+# ---- what the step's code reads in other ways
+
+
+def reading(read: Callable[..., Tensor], held: Any) -> Callable[[], Built]:
+    """A step with the loss `read(error, held)`, with the same code for any `held`."""
+
+    def make() -> Built:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = read(model(x) - y, held)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, model, optimizer
+
+    return make
+
+
+def in_order(error: Tensor, held: Any) -> Tensor:
+    loss = error.mean()
+    for item in held:
+        loss = loss * 2 + item
+    return loss
+
+
+def of_size(error: Tensor, held: Any) -> Tensor:
+    return error.mean() * (2 if isinstance(held, torch.Size) else 3)
+
+
+def by_name(error: Tensor, held: Any) -> Tensor:
+    return error.mean() * len(held.__name__)
+
+
+def called(error: Tensor, held: Any) -> Tensor:
+    return error.mean() * held()
+
+
+def by_another_name(error: Tensor, held: Any) -> Tensor:
+    return error.mean() * read_attribute(held, CONFIGURED)
+
+
+read_attribute, CONFIGURED, TEMPLATE = getattr, "number", "{0.number}"
+
+
+def matched(error: Tensor, held: Any) -> Tensor:
+    match held:
+        case Numbered(number):
+            return error.mean() * number
+    return error.mean()
+
+
+def formatted(error: Tensor, held: Any) -> Tensor:
+    return error.mean() * float(TEMPLATE.format(held))
+
+
+def entry(error: Tensor, held: Any) -> Tensor:
+    return error.mean() * sum(held.value)
+
+
+@dataclass
+class Numbered:
+    number: float
+
+
+class Lists(Enum):
+    ONE = [1.0]  # noqa: RUF012
+    TWO = [2.0]  # noqa: RUF012
+
+
+def function(name: str) -> Callable[[], int]:
+    def made() -> int:
+        return 1
+
+    made.__name__ = name
+    return made
+
+
+READ: dict[str, tuple[Callable[..., Tensor], Any, Any]] = {
+    "the order of a set": (in_order, set([0, 8]), set([8, 0])),  # noqa: C405
+    "the order of a frozenset": (in_order, frozenset([0, 8]), frozenset([8, 0])),
+    "a size or a tuple": (of_size, torch.Size([2]), (2,)),
+    "a function's name": (by_name, function("one"), function("three")),
+    "a bound getattr": (called, partial(getattr, Numbered(1.0), "number"), partial(getattr, Numbered(2.0), "number")),
+    "getattr by another name": (by_another_name, Numbered(1.0), Numbered(2.0)),
+    "a pattern": (matched, Numbered(1.0), Numbered(2.0)),
+    "a format": (formatted, Numbered(1.0), Numbered(2.0)),
+    "a member of an enumeration": (entry, Lists.ONE, Lists.TWO),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_the_code_reads_decides(name: str, monkeypatch: pytest.MonkeyPatch):
+    read, first, second = READ[name]
+    expected = [anew(reading(read, held), monkeypatch) for held in (first, second)]
+    assert expected[0] != expected[1]
+    for held, found in zip((first, second, first), (*expected, expected[0]), strict=True):
+        assert programs(reading(read, held)()) == found
+
+
+class Twice(nn.Module):
+    def __init__(self, same: bool) -> None:
+        super().__init__()
+        self.register_buffer("one", torch.ones(4))
+        self.register_buffer("other", self.one if same else self.one.view(4))  # type: ignore[has-type]
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x) * (2 if self.one is self.other else 3)
+
+
+def test_tensors_over_the_same_memory_are_not_one_tensor(monkeypatch: pytest.MonkeyPatch):
+    for same in (True, False, True):
+        assert programs(build(Twice(same))) == anew(lambda same=same: build(Twice(same)), monkeypatch)
+
+
+def of_the_environment(error: Tensor, held: Any) -> Tensor:
+    return error.mean() * float(variable("GPUMUX_TEST_SCALE", "1"))
+
+
+variable = os.getenv
+logger = logging.getLogger(__name__)
+
+
+class Shared:
+    table: ClassVar[dict[str, float]] = {"scale": 1.0}
+
+
+@contextmanager
+def put(space: Any, key: Any, value: Any) -> Iterator[None]:
+    missing = object()
+    before = space.get(key, missing)
+    space[key] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del space[key]
+        else:
+            space[key] = before
+
+
+@contextmanager
+def level(logger: logging.Logger) -> Iterator[None]:
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+AROUND: dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]] = {
+    "a library's number": (lambda error, held: error.mean() * math.pi, lambda: swapped(math, "pi", 3.0)),
+    "a library's function": (
+        lambda error, held: torch.special.expit(error).mean(), lambda: swapped(torch.special, "expit", lambda x: x * 3)
+    ),
+    "a function of a library that the code does not name": (
+        lambda error, held: error.mean(),
+        lambda: swapped(sys.modules["torch.optim.sgd"], "sgd", lambda *args, **options: None),
+    ),
+    "a method of a library's class": (
+        lambda error, held: -torch.distributions.Normal(0.0, 1.0, validate_args=False).log_prob(error).mean(),
+        lambda: swapped(torch.distributions.Normal, "log_prob", lambda self, x: x * 2),
+    ),
+    "an environment variable": (of_the_environment, lambda: put(os.environ, "GPUMUX_TEST_SCALE", "2")),
+    "the working directory": (lambda error, held: error.mean() * len(os.getcwd()), lambda: chdir("/")),
+    "a logger's level": (
+        lambda error, held: error.mean() * (2 if logger.isEnabledFor(logging.DEBUG) else 3),
+        lambda: level(logging.getLogger()),
+    ),
+    "decimal's precision": (
+        lambda error, held: error.mean() * float(Decimal(1) / Decimal(3)), lambda: localcontext(prec=3)
+    ),
+    "a class's dictionary by a computed name": (
+        lambda error, held: error.mean() * getattr(Shared, "ta" + held)["scale"],
+        lambda: put(Shared.table, "scale", 2.0),
+    ),
+    "saved tensors": (
+        lambda error, held: error.pow(2).mean(),
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_the_code_finds_around_it_decides(name: str, monkeypatch: pytest.MonkeyPatch):
+    read, within = AROUND[name]
+    make = reading(read, "ble")
+    plain, inside = anew(make, monkeypatch), anew(make, monkeypatch, within=within)
+    assert inside != plain
+    assert programs(make()) == plain
+    assert programs(make(), within=within) == inside
+    assert programs(make()) == plain
+
+
+class Growing(dict):  # type: ignore[type-arg]
+    def __getattr__(self, name: str) -> Any:
+        return self.setdefault(name, Growing())
+
+
+def test_describing_runs_no_code_of_the_user():
+    held = Growing(number=1.0)
+    programs(reading(lambda error, held: error.mean() * held["number"], held)())
+    assert held == {"number": 1.0}
+
+
+def test_a_trace_that_was_refused_is_not_kept(monkeypatch: pytest.MonkeyPatch):
+    """What a script changes before it calls again must not become the description of the refused trace."""
+    flags = {"square": True}
+
+    def refused(*args: Any) -> None:
+        raise CaptureError("refused", "")
+
+    member = Member("m", *build(flags=flags), max_variants=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(capture_step, "refuse_held", refused)
+        with pytest.raises(CaptureError, match="refused"):
+            member.choose((X, Y), {})
+    flags["square"] = False
+    member.choose((X, Y), {})
+    member.release()
+    other = lambda: build(flags={"square": False})  # noqa: E731
+    assert programs(other()) == anew(other, monkeypatch)
+
+
+class Acting(nn.Linear):
+    def __init__(self, acts: bool, data: list[int]) -> None:
+        super().__init__(4, 1)
+        self.acts = acts
+        self.__dict__["act_1"] = lambda x: x * len(data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, f"act_{1}")(super().forward(x)) if self.acts else super().forward(x)
+
+
+def test_what_an_earlier_step_ran_need_not_be_watchable():
+    data = [1]
+    earlier = build(Acting(True, data))
+    programs(earlier)
+    data += range(walk.MOST + 1)
+    programs(build(Acting(False, [1])))

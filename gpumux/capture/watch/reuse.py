@@ -10,13 +10,15 @@ job's state. Where something can't be described, as a file, an object of C or a 
 from __future__ import annotations
 
 import contextvars
+import decimal
 import hashlib
 import logging
 import re
+import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,7 +28,10 @@ from typing import Any
 
 import numpy
 import torch
+import torch.backends.opt_einsum
+import torch.linalg
 import torch.nn.functional
+import torch.nn.utils
 
 from gpumux.capture.fetching import without_fetching
 from gpumux.capture.source import Executed
@@ -34,7 +39,7 @@ from gpumux.capture.state import SCALARS, StateTable, has_memory
 from gpumux.capture.structure import Structure
 from gpumux.capture.symbols import Number
 from gpumux.capture.watch.fingerprint import Fingerprint
-from gpumux.capture.watch.walk import Origin, holds_attributes_alone, of_class, of_code
+from gpumux.capture.watch.walk import Origin, holds_attributes_alone, of_class, of_code, of_module
 from gpumux.capture.watch.watches import kind_of
 
 MOST_VALUES = 200_000  # of one description, about 5 us each
@@ -51,16 +56,24 @@ _THEMSELVES = (
     staticmethod, types.EllipsisType, types.NotImplementedType,
 )  # fmt: skip
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-# The namespaces of torch whose functions scripts replace.
-_OF_TORCH = (torch, torch.Tensor, torch.nn.functional)
-# Code that has one of these may read any attribute; code that has one of the others may read more than Python objects.
+# The namespaces of torch whose functions scripts replace, besides those of the optimizers.
+_OF_TORCH = (torch, torch.Tensor, torch.nn.functional, torch.nn.utils, torch.autograd, torch.linalg)
+# Code that has one of these names may read any attribute; code that has one of the others, or a function of that name,
+# may read more than Python objects.
 _COMPUTED = frozenset(
-    ("getattr", "hasattr", "vars", "dir", "__dict__", "__getattribute__", "attrgetter", "eval", "exec", "locals")
-)
-_WORLD = frozenset(
-    ("open", "read_text", "read_bytes", "fromfile", "load", "environ", "getenv", "time", "perf_counter", "monotonic",
-     "now", "today", "input", "urandom", "id", "hash", "__import__", "import_module", "globals")
+    ("getattr", "hasattr", "vars", "dir", "__dict__", "__getattribute__", "attrgetter", "eval", "exec", "locals",
+     "__match_args__", "format", "format_map", "vformat", "__getstate__", "__reduce__", "__reduce_ex__", "dumps",
+     "getmembers", "getattr_static")
 )  # fmt: skip
+_WORLD = frozenset(
+    ("open", "read_text", "read_bytes", "fromfile", "load", "loadtxt", "genfromtxt", "readline", "readlines", "memmap",
+     "exists", "isfile", "isdir", "is_file", "is_dir", "listdir", "scandir", "iterdir", "glob", "getcwd", "cwd", "stat",
+     "environ", "getenv", "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns",
+     "process_time", "now", "utcnow", "today", "localtime", "gmtime", "strftime", "input", "urandom", "uuid4", "uuid1",
+     "id", "hash", "__import__", "import_module", "globals", "getpid", "cpu_count", "gethostname", "get_ident",
+     "current_thread", "_getframe", "currentframe", "getLogger", "get_num_threads", "initial_seed")
+)  # fmt: skip
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, numpy.ndarray)
 _OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))  # state and groups are described by their structure
 
 
@@ -95,6 +108,7 @@ class _Describer:
         self._pending: deque[Any] = deque()
         self._objects: list[Any] = []
         self._classes: set[type] = set()
+        self._modules: set[int] = set()
 
     def describe(self, roots: Iterable[Any], fingerprint: Fingerprint) -> Description:
         defaults = [getattr(optimizer, "defaults", None) for optimizer in self._table.optimizers]
@@ -109,10 +123,16 @@ class _Describer:
                     self._say("number")
                 else:
                     self._value(value)
+        for name in sorted(filter(sys.modules.__contains__, self._names)):  # those that an `import` in the code names
+            self._value(sys.modules[name])
         while self._pending:
             self._content(self._pending.popleft())
-        for space in _OF_TORCH:
+        optimizers = {type(optimizer).__module__: None for optimizer in self._table.optimizers}
+        for space in (*_OF_TORCH, *(sys.modules[name] for name in optimizers if name in sys.modules)):
             self._objects += [value for value in vars(space).values() if isinstance(value, _FUNCTIONS)]
+        context, einsum = decimal.getcontext(), torch.backends.opt_einsum
+        self._say(context.prec, context.rounding, getattr(einsum, "enabled", None), getattr(einsum, "strategy", None))
+        self._say(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         return Description(self._digest.digest(), tuple(self._objects))
 
     def _say(self, *words: object) -> None:
@@ -128,7 +148,7 @@ class _Describer:
         elif isinstance(value, torch.Tensor):
             self._tensor(value)
         elif kind is tuple or kind is torch.Size:
-            self._say("tuple", len(value))
+            self._say(kind.__name__, len(value))
             for item in value:
                 self._value(item)
         elif isinstance(value, _THEMSELVES) or _is_function_of_library(value):
@@ -136,34 +156,68 @@ class _Describer:
         elif isinstance(value, contextvars.ContextVar):
             self._itself(value)
             self._value(value.get(None))
-        else:
-            known = self._numbers.get(id(value))
-            if known is None:
-                self._numbers[id(value)] = len(self._numbers)
-                self._alive.append(value)
-                self._pending.append(value)
-                self._say("object")
-                self._class(kind)
-            else:
-                self._say("again", known)
+        elif self._first(value):
+            self._pending.append(value)
+            self._say("object")
+            self._class(kind)
 
     def _itself(self, value: Any) -> None:
         self._say("itself")
         self._objects.append(value)
-        if isinstance(value, type) and of_class(value) is not Origin.LIBRARY:
+        if isinstance(value, type):
             self._class(value)
+        elif isinstance(value, types.ModuleType):
+            self._module(value)
+        elif isinstance(value, logging.Logger):
+            self._say(value.getEffectiveLevel(), value.disabled, value.manager.disable)
+        elif isinstance(value, Enum):
+            if self._first(value):
+                self._pending.append(value)
+        elif getattr(value, "__name__", None) in (_WORLD if self._computed else _WORLD | _COMPUTED):
+            raise NotComparable  # called by another name than its own, which the code would have
+
+    def _module(self, module: types.ModuleType) -> None:
+        """What the code names in a module of a library. The globals of the user's modules are watched."""
+        if id(module) in self._modules or of_module(module) is not Origin.LIBRARY:
+            return
+        self._modules.add(id(module))
+        space = vars(module)
+        for name in sorted(filter(space.__contains__, self._names)):
+            value = space[name]
+            if value is sys.modules:
+                raise NotComparable
+            self._say(name)
+            if type(value) in (*_PLAIN, list, dict, tuple) or isinstance(value, (types.ModuleType, type, *_FUNCTIONS)):
+                self._value(value)
+            else:
+                self._objects.append(value)
+
+    def _first(self, value: Any) -> bool:
+        """Whether an object is met for the first time. Otherwise its number is said."""
+        known = self._numbers.get(id(value))
+        if known is not None:
+            self._say("again", known)
+            return False
+        self._numbers[id(value)] = len(self._numbers)
+        self._alive.append(value)
+        return True
 
     def _class(self, cls: type) -> None:
         self._objects.append(cls)
         for base in cls.__mro__:
             if base not in self._classes and base is not object:
                 self._classes.add(base)
-                self._objects += vars(base).values()  # a method or a constant of the class may have been replaced
+                entries = list(vars(base).values())
+                self._objects += entries  # a method or a constant of the class may have been replaced
+                if self._computed and of_class(base) is not Origin.LIBRARY:  # those that are named are watched
+                    self._values(entry for entry in entries if isinstance(entry, _CONTAINERS))
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         place = self._table.place(tensor) if has_memory(tensor) else None
         if place is None:
             raise NotComparable
+        if not self._first(tensor):  # code may compare tensors by `is`
+            return
         self._say("tensor", place, tensor.requires_grad, tensor.device, tensor.is_leaf, tensor.is_inference())
         self._objects.append(type(tensor))
         for key, value in vars(tensor).items():
@@ -174,6 +228,7 @@ class _Describer:
         kind = type(value)
         if isinstance(value, types.FunctionType):
             cells = [_content_of(cell) for cell in value.__closure__ or ()]
+            self._say(value.__name__, value.__qualname__, value.__doc__)
             self._values((value.__code__, value.__defaults__, value.__kwdefaults__, *cells))
             self._entries(value.__dict__)
         elif isinstance(value, types.MethodType):
@@ -185,21 +240,21 @@ class _Describer:
         elif kind is re.Pattern:
             self._say(value.pattern, value.flags)
         elif isinstance(value, dict):
-            self._value(getattr(value, "default_factory", None))
+            if isinstance(value, defaultdict):
+                self._value(vars(defaultdict)["default_factory"].__get__(value))
             self._entries(dict((OrderedDict if isinstance(value, OrderedDict) else dict).items(value)))
-            self._entries(getattr(value, "__dict__", {}))
+            self._entries(_attributes_of(value))
         elif isinstance(value, (list, deque, tuple)):
             self._values(kind_of(value).__iter__(value))
-            self._entries(getattr(value, "__dict__", {}))
+            self._entries(_attributes_of(value))
         elif kind in (set, frozenset):
-            classes = [item for item in value if isinstance(item, type)]
-            if not all(type(item) in _PLAIN for item in value if not isinstance(item, type)):
+            if not all(type(item) in _PLAIN or isinstance(item, type) for item in value):
                 raise NotComparable
-            self._say(sorted(repr(item) for item in value if not isinstance(item, type)))
-            for cls in sorted(classes, key=id):
-                self._itself(cls)
+            self._values(value)  # in the order in which the code would see them
         elif kind is numpy.ndarray and not value.dtype.hasobject and value.nbytes <= MOST_BYTES:
-            self._say(value.dtype, value.shape, hashlib.blake2b(value.tobytes()).digest())
+            self._say(value.dtype, value.shape, value.strides, hashlib.blake2b(value.tobytes()).digest())
+        elif isinstance(value, Enum):
+            self._entries(vars(value))
         elif holds_attributes_alone(kind):
             self._attributes(value)
         else:
@@ -227,6 +282,14 @@ class _Describer:
         self._say("end")
 
 
+def _attributes_of(value: Any) -> Mapping[Any, Any]:
+    """The attributes of an object of a container's class, read without the class's `__getattr__`."""
+    cls = type(value)
+    if any(vars(c).get("__slots__") for c in cls.__mro__):
+        raise NotComparable
+    return object.__getattribute__(value, "__dict__") if any("__dict__" in vars(c) for c in cls.__mro__) else {}
+
+
 def _content_of(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
@@ -246,13 +309,14 @@ def _is_function_of_library(value: Any) -> bool:
 
 def described(fn: Any, fingerprint: Fingerprint, table: StateTable) -> Description | None:
     """The description of a step and of all that its code can read. None if it can't be described."""
-    if not _WORLD.isdisjoint(fingerprint.names) or torch._C._len_torch_function_stack():
+    modes = torch._C._len_torch_function_stack() or torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if modes or not _WORLD.isdisjoint(fingerprint.names):
         return None
     try:
         with without_fetching():
             return _Describer(fingerprint, table).describe([fn, *table.models, *table.optimizers], fingerprint)
-    except (NotComparable, KeyError, AttributeError, RecursionError):  # the last three: of odd classes of the user
-        return None
+    except (NotComparable, KeyError, AttributeError, TypeError, ValueError, RuntimeError):
+        return None  # the others: of odd classes of the user, and of a dictionary that another thread changes
 
 
 # ---- the kept traces
@@ -312,14 +376,13 @@ class KeptTraces:
         return {i: found for case in cases for i, found in case.executed.items()}
 
     def find(self, fn: Any, key: Hashable, fingerprint: Fingerprint, table: StateTable) -> KeptCase | None:
-        """The traces of steps equal to this one. `key`: the description of the batch. Extends the fingerprint by the
-        code that ran in them."""
+        """The traces of steps equal to this one. `key`: the description of the batch. `fingerprint`: made with the code
+        that ran in them, if that could be."""
         at = (_code(fn), key)
         with self._lock:
             cases = list(self._cases.get(at, ()))
         for case in cases:
-            fingerprint.extend(case.executed)
-            now = described(fn, fingerprint, table)
+            now = None if fingerprint.lacks(case.executed) else described(fn, fingerprint, table)
             if now is not None and now.equals(case.description):
                 with self._lock:
                     if at in self._cases:
@@ -379,6 +442,7 @@ def may_be_kept(trace: Any) -> bool:
 
 def same_numbers(now: Mapping[str, Number], then: Mapping[str, Number]) -> bool:
     """Whether the hyperparameters that may be written into a Program are the same."""
-    return {k: repr(v) for k, v in now.items() if not k.endswith(".lr")} == {
-        k: repr(v) for k, v in then.items() if not k.endswith(".lr")
+    rate = re.compile(r"o\d+\.g\d+\.lr")  # as in ConstantScalars
+    return {k: repr(v) for k, v in now.items() if not rate.fullmatch(k)} == {
+        k: repr(v) for k, v in then.items() if not rate.fullmatch(k)
     }
