@@ -153,6 +153,7 @@ def _alike(old: Any, new: Any) -> Any:
 
 
 SCALARS = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, numpy.generic)
+PLAIN = frozenset({type(None), *SCALARS} - {numpy.generic})  # exact types
 Reading = tuple[Any, ...]
 Identity = Callable[[torch.Tensor], Any]
 

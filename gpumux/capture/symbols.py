@@ -427,6 +427,11 @@ def hyper_name(i: int, j: int, key: str, k: int | None) -> str:
     return f"o{i}.g{j}.{key}" if k is None else f"o{i}.g{j}.{key}.{k}"
 
 
+def may_be_constant(name: str) -> bool:
+    """Whether a number is a hyperparameter that schedules rarely change: any but the learning rate."""
+    return bool(re.fullmatch(r"o\d+\.g\d+\.(?!lr$).*", name))
+
+
 class ConstantScalars:
     """Decides which numbers of a step are written into its Program as constants: those computed only from
     hyperparameters that schedules rarely change, which are all but the learning rate and those seen to change. A kernel
@@ -455,7 +460,7 @@ class ConstantScalars:
         return found
 
     def _is_constant(self, name: str) -> bool:
-        return name not in self._changed and bool(re.fullmatch(r"o\d+\.g\d+\.(?!lr$).*", name))
+        return name not in self._changed and may_be_constant(name)
 
 
 def _variables(expr: Expr) -> dict[str, Number]:

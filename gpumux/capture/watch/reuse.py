@@ -35,11 +35,11 @@ import torch.nn.utils
 
 from gpumux.capture.fetching import without_fetching
 from gpumux.capture.source import Executed
-from gpumux.capture.state import SCALARS, StateTable, has_memory
+from gpumux.capture.state import PLAIN, StateTable, has_memory
 from gpumux.capture.structure import Structure
-from gpumux.capture.symbols import Number
+from gpumux.capture.symbols import Number, may_be_constant
 from gpumux.capture.watch.fingerprint import Fingerprint
-from gpumux.capture.watch.walk import Origin, holds_attributes_alone, of_class, of_code, of_module
+from gpumux.capture.watch.walk import OF_OPTIMIZERS, Origin, holds_attributes_alone, of_class, of_code, of_module
 from gpumux.capture.watch.watches import kind_of
 
 MOST_VALUES = 200_000  # of one description, about 5 us each
@@ -47,7 +47,6 @@ MOST_OPERATORS = 20_000  # in all kept traces, about 2 kB each
 MOST_BYTES = 1 << 20  # of a trace's constants, and of an array that is described
 MOST_STEPS = 64  # kinds of code and batch
 MOST_ALIKE = 4  # descriptions of steps with the same code and batch
-_PLAIN = frozenset({type(None), *SCALARS} - {numpy.generic})
 # Objects that are described as themselves: another one is never equal, and they live as long as the process.
 _THEMSELVES = (
     type, types.ModuleType, types.CodeType, types.MethodDescriptorType, types.WrapperDescriptorType,
@@ -74,7 +73,6 @@ _WORLD = frozenset(
      "current_thread", "_getframe", "currentframe", "getLogger", "get_num_threads", "initial_seed")
 )  # fmt: skip
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, numpy.ndarray)
-_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))  # state and groups are described by their structure
 
 
 class NotComparable(Exception):
@@ -143,7 +141,7 @@ class _Describer:
 
     def _value(self, value: Any) -> None:
         kind = type(value)
-        if kind in _PLAIN or isinstance(value, numpy.generic):
+        if kind in PLAIN or isinstance(value, numpy.generic):
             self._say(kind.__name__, repr(value))
         elif isinstance(value, torch.Tensor):
             self._tensor(value)
@@ -187,7 +185,7 @@ class _Describer:
             if value is sys.modules:
                 raise NotComparable
             self._say(name)
-            if type(value) in (*_PLAIN, list, dict, tuple) or isinstance(value, (types.ModuleType, type, *_FUNCTIONS)):
+            if type(value) in (*PLAIN, list, dict, tuple) or isinstance(value, (types.ModuleType, type, *_FUNCTIONS)):
                 self._value(value)
             else:
                 self._objects.append(value)
@@ -248,7 +246,7 @@ class _Describer:
             self._values(kind_of(value).__iter__(value))
             self._entries(_attributes_of(value))
         elif kind in (set, frozenset):
-            if not all(type(item) in _PLAIN or isinstance(item, type) for item in value):
+            if not all(type(item) in PLAIN or isinstance(item, type) for item in value):
                 raise NotComparable
             self._values(value)  # in the order in which the code would see them
         elif kind is numpy.ndarray and not value.dtype.hasobject and value.nbytes <= MOST_BYTES:
@@ -265,7 +263,7 @@ class _Describer:
         if isinstance(value, torch.optim.Optimizer):
             if of_class(type(value)) is not Origin.LIBRARY:
                 raise NotComparable
-            space = {key: item for key, item in space.items() if key not in _OF_OPTIMIZERS}
+            space = {key: item for key, item in space.items() if key not in OF_OPTIMIZERS}
         elif not (isinstance(value, torch.nn.Module) or self._computed or of_class(type(value)) is Origin.LIBRARY):
             space = {key: item for key, item in space.items() if key in self._names}
         self._entries(space)
@@ -381,9 +379,11 @@ class KeptTraces:
         at = (_code(fn), key)
         with self._lock:
             cases = list(self._cases.get(at, ()))
+        now = described(fn, fingerprint, table) if cases else None
+        if now is None:
+            return None
         for case in cases:
-            now = None if fingerprint.lacks(case.executed) else described(fn, fingerprint, table)
-            if now is not None and now.equals(case.description):
+            if not fingerprint.lacks(case.executed) and now.equals(case.description):
                 with self._lock:
                     if at in self._cases:
                         self._cases.move_to_end(at)
@@ -442,7 +442,6 @@ def may_be_kept(trace: Any) -> bool:
 
 def same_numbers(now: Mapping[str, Number], then: Mapping[str, Number]) -> bool:
     """Whether the hyperparameters that may be written into a Program are the same."""
-    rate = re.compile(r"o\d+\.g\d+\.lr")  # as in ConstantScalars
-    return {k: repr(v) for k, v in now.items() if not rate.fullmatch(k)} == {
-        k: repr(v) for k, v in then.items() if not rate.fullmatch(k)
+    return {k: repr(v) for k, v in now.items() if may_be_constant(k)} == {
+        k: repr(v) for k, v in then.items() if may_be_constant(k)
     }

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gpumux
 from gpumux.capture.fetching import before_forward
 from gpumux.capture.source import Executed, code_names, codes_in
-from gpumux.capture.state import SCALARS, Watch, wrapped_optimizer
+from gpumux.capture.state import PLAIN, SCALARS, Watch, wrapped_optimizer
 from gpumux.capture.watch import watches
 from gpumux.errors import CaptureError
 
@@ -157,7 +157,7 @@ def of_module(module: types.ModuleType) -> Origin:
 
 
 _STRUCTURE = frozenset(torch.nn.Module().__dict__) - {"training"}
-_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
+OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
 _NONE: frozenset[str] = frozenset()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What decides what a DistributedDataParallel computes. It notes from call to call how its reducer stands, too.
@@ -193,7 +193,6 @@ _GLOBAL_HOOKS = [
     for name, hooks in vars(owner).items()
     if name.startswith("_global_") and name.endswith("_hooks") and isinstance(hooks, dict)
 ]
-_PLAIN = frozenset({type(None), *SCALARS} - {numpy.generic})
 _CONSTANTS = (bool, int, float, str, type(None))
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
@@ -301,7 +300,7 @@ class Walk:
             self.watches.append(watches.types_of(self._objects))
 
     def _visit(self, label: str, value: Any) -> None:
-        if type(value) in _PLAIN or isinstance(value, torch.Tensor) or id(value) in self._seen:
+        if type(value) in PLAIN or isinstance(value, torch.Tensor) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if len(self._seen) > MOST:
@@ -522,10 +521,10 @@ class Walk:
         if hasattr(optimizer, "defaults"):  # a wrapper's constructor may leave out that of Optimizer
             self._dictionary(f"{label}.defaults", optimizer.defaults)
         cls, space = type(optimizer), optimizer.__dict__
-        self.spaces.append(Entries(lambda key: f"{label}.{key}", space, _OF_OPTIMIZERS))
+        self.spaces.append(Entries(lambda key: f"{label}.{key}", space, OF_OPTIMIZERS))
         if of_class(cls) is not Origin.LIBRARY:
             self._class(label, cls, space)
-            self._named_entries(label, space, _OF_OPTIMIZERS)
+            self._named_entries(label, space, OF_OPTIMIZERS)
         for kind in _STEP_HOOKS:
             if hasattr(optimizer, kind):
                 self._hooks(f"{label}.{kind}", getattr(optimizer, kind))

@@ -85,8 +85,8 @@ def _pair(high: HighCosts, key: LowKey, low: LowCosts) -> PairSlowdown:
 # ---- As plain data, to be kept.
 #
 # Lists of numbers in the order of the fields below. A later version of gpumux that measures something else gives its
-# data another VERSION: what an earlier one kept is then not taken up. Whether a file is damaged is found out by whoever
-# reads it.
+# data another VERSION: what an earlier one kept is then not taken up. What reads the
+# file finds out whether it is damaged.
 
 VERSION: Final = 3
 MOST_KEPT: Final = 16  # low programs and shares of each high program: those launched last
