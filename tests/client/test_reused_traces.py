@@ -33,6 +33,8 @@ from gpumux.capture.tracer import Tracer
 from gpumux.capture.watch import reuse, walk
 from gpumux.errors import CaptureError
 from gpumux.fuse.member import Member
+from microbench.real_models import RECIPES, RealModel
+from microbench.real_models import build as real_model
 
 SCALE = 1.0  # read by name in `step` below
 
@@ -157,6 +159,23 @@ def test_equal_code_is_traced_once(traces: list[str]):
     assert len(traces) == 3  # the first step twice, or both phases and one of them again
     assert programs(build()) == first
     assert len(traces) == 3
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_real_model_is_traced_once(name: str, traces: list[str]):
+    """Libraries as large as transformers reach far more than the models of the other tests."""
+
+    def make() -> RealModel:
+        made = real_model(name, "tiny")
+        made.step(*made.batch(0))  # in the first of all, some note in their configuration which kind of loss they have
+        return made
+
+    first, second = make(), make()
+    ran = programs((first.step, first.model, first.optimizer), first.batch(0))
+    assert traces
+    del traces[:]
+    assert programs((second.step, second.model, second.optimizer), second.batch(0)) == ran
+    assert traces == []
 
 
 def test_the_learning_rate_is_a_number_of_each_step(traces: list[str], monkeypatch: pytest.MonkeyPatch):

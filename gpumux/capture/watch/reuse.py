@@ -10,6 +10,7 @@ job's state. Where something can't be described, as a file, an object of C or a 
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import decimal
 import hashlib
 import logging
@@ -52,7 +53,7 @@ _THEMSELVES = (
     type, types.ModuleType, types.CodeType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, Enum, torch.layout,
     torch.memory_format, torch._ops.OpOverload, torch._ops.OpOverloadPacket, logging.Logger, property, classmethod,
-    staticmethod, types.EllipsisType, types.NotImplementedType,
+    staticmethod, types.EllipsisType, types.NotImplementedType, types.UnionType, types.GenericAlias, dataclasses.Field,
 )  # fmt: skip
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 # The namespaces of torch whose functions scripts replace, besides those of the optimizers.
@@ -253,6 +254,8 @@ class _Describer:
             self._say(value.dtype, value.shape, value.strides, hashlib.blake2b(value.tobytes()).digest())
         elif isinstance(value, Enum):
             self._entries(vars(value))
+        elif kind.__module__ == "typing":  # of an annotation, never changed
+            self._objects.append(value)
         elif holds_attributes_alone(kind):
             self._attributes(value)
         else:
