@@ -105,6 +105,7 @@ LEAKS = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("leak", "words"), LEAKS, ids=[leak.__name__ for leak, _ in LEAKS])
 def test_a_leak_is_found_and_its_end_is_seen(leak: Callable[[], ExitStack], words: str):
     before = snapshot()

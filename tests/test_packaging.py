@@ -173,7 +173,7 @@ NEED_TORCH = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [" ".join(words) for words in commands(build_parser())])
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_without_torch_each_command_answers_or_says_so_in_a_sentence(
     command: str, without_torch: dict[str, str], tmp_path: Path
 ) -> None:

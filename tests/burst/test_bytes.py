@@ -82,6 +82,7 @@ def moved(name: str, before: tuple[int, ...], after: tuple[int, ...]) -> list[in
     return borders([rank.lowered.program for rank in gang.last.ranks])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("before", [1, 2, 4])
 @pytest.mark.parametrize("after", [1, 2, 4])

@@ -15,7 +15,7 @@ from tests.burst.norms import NORMED
 from tests.burst.subjects import compare, random_placement
 
 
-@pytest.mark.covering
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", NORMED)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_statistics_over_all_ranks_are_those_of_one_device(name: str, ranks: int) -> None:

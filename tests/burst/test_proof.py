@@ -46,7 +46,7 @@ def refusal(
     return error.value
 
 
-@pytest.mark.covering
+@pytest.mark.every(5)
 @pytest.mark.parametrize("proof", [1, 2], ids=["in the first step", "in later ones"])
 @pytest.mark.parametrize("change", OF_OPERATORS)
 def test_a_mistake_in_a_ranks_operators_is_found_at_capture(
@@ -95,7 +95,7 @@ def test_a_rescale_that_is_missing_is_found_where_the_learning_rate_is_zero(monk
 
 
 @pytest.mark.parametrize("change", OF_PROGRAMS)
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_a_mistake_in_a_ranks_program_is_refused_or_changes_what_is_computed(change: Change) -> None:
     _, gang = compare(VGG, PLACEMENT, 1)
     assert gang.last is not None
@@ -120,6 +120,7 @@ def test_the_unchanged_programs_compute_what_plain_torch_computes() -> None:
         assert difference.largest < 1e-12
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["vgg", "inception", "transformer"])
 def test_the_phases_of_an_optimizer_share_one_proof_of_the_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW makes its state in the first step, and SGD its momentum: the layers compute what they do in later ones."""

@@ -19,6 +19,7 @@ BOUND = 1e-10
 PLACEMENTS = 2  # of each subject on each number of ranks; `python -m tests.burst.many` runs 200 of each
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_random_placements_compute_what_plain_torch_computes(name: str, ranks: int) -> None:
@@ -30,7 +31,7 @@ def test_random_placements_compute_what_plain_torch_computes(name: str, ranks: i
         assert gang.ranks.moved == gang.predicted, placement
 
 
-@pytest.mark.covering
+@pytest.mark.every(12)
 @pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_all_layers_on_one_rank_compute_the_same_bits(name: str, ranks: int) -> None:
@@ -40,6 +41,7 @@ def test_all_layers_on_one_rank_compute_the_same_bits(name: str, ranks: int) -> 
     assert gang.ranks.moved == {}
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_data_parallel_training_sums_gradients_and_moves_nothing_else(name: str) -> None:
     difference, gang = compare(SUBJECTS[name], data_parallel(2), 3)
@@ -83,6 +85,7 @@ def build_summed(model: Any) -> Built:
     return [model], [optimizer], [step]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sum_a_mean_and_a_penalty_on_the_weights_are_added_once_they_are_whole(ranks: int) -> None:
     subject = replace(SUBJECTS["vgg"], name="summed", build=build_summed)
@@ -92,6 +95,7 @@ def test_a_sum_a_mean_and_a_penalty_on_the_weights_are_added_once_they_are_whole
         assert difference.largest <= BOUND, placement
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "placements"), [("vgg", 15), ("inception", 15), ("gan", 10)])
 def test_the_programs_of_random_placements_fit_together(name: str, placements: int) -> None:
     """`python -m tests.burst.many --programs` splits ten times as many, a thousand."""

@@ -109,6 +109,7 @@ ZSH = ("zsh", "zsh", "zsh-common")
 FISH = ("fish", "fish", "fish-common", "libpcre2-32-0")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("packages", [ZSH, FISH], ids=lambda p: p[0])
 def test_other_shells_find_no_mistake_in_their_script(packages, tmp_path):
     tool = need(*packages)

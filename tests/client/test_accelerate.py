@@ -74,7 +74,7 @@ def train(endpoint: str | None, *, batches: int = 5, inside: bool = False, **opt
         return [*seen, copy.deepcopy(one.unwrap_model(model).state_dict()), torch.get_rng_state()]
 
 
-@pytest.mark.covering
+@pytest.mark.every(6)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("batches", [4, 5], ids=["four batches", "five batches"])
 def test_accumulated_batches(count: int, batches: int, endpoint: str) -> None:

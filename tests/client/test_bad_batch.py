@@ -147,6 +147,7 @@ def divided() -> Made:
     )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "make",
     [labels, tokens, shifted, converted, gathered, indexed, probabilities, shifted_right, margins, factored,

@@ -62,6 +62,7 @@ WRITTEN: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_a_step_writes_into_its_batch_is_in_the_scripts_tensor(name: str, endpoint: str) -> None:
     check_loop(*WRITTEN[name], endpoint)
@@ -110,6 +111,7 @@ def test_a_collated_batch(endpoint: str) -> None:
             del batch
 
 
+@pytest.mark.extended
 def test_a_compiled_step(endpoint: str) -> None:
     x = X.clone()
     with client.submit(scale, example=(X,), compile=True, endpoint=endpoint) as job:

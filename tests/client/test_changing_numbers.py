@@ -72,14 +72,14 @@ INTS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.every(7)
 @pytest.mark.parametrize("use", FLOATS)
 @pytest.mark.parametrize("where", ["batch", "closure"])
 def test_a_float_gives_what_the_plain_loop_gives_wherever_it_is_used(use: str, where: str, endpoint: str) -> None:
     _everywhere(FLOATS[use], VALUES, 0.25, where, endpoint)
 
 
-@pytest.mark.covering
+@pytest.mark.every(5)
 @pytest.mark.parametrize("use", INTS)
 @pytest.mark.parametrize("where", ["batch", "closure"])
 def test_an_int_gives_what_the_plain_loop_gives_wherever_it_is_used(use: str, where: str, endpoint: str) -> None:
@@ -304,6 +304,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_stepped_inside_the_step(kind: str, endpoint: str) -> None:
     def make() -> Work:

@@ -70,6 +70,7 @@ def daemon(tmp_path: Path) -> Iterator[Buggy]:
         made.close()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_bug_about_a_job_changes_no_bit(daemon: Buggy, caplog: pytest.LogCaptureFixture, number: int):
     hit, other = submit(conv_sgd(SEED), daemon.endpoint), submit(dropout_adam(SEED), daemon.endpoint)

@@ -78,6 +78,7 @@ def work(kind: Any, same: Callable[[Any, Any], bool], later: Any) -> Work:
     return Work([model], [optimizer], [(step, (data[0],))], loop)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("kind", "later", "same"),
     [

@@ -118,7 +118,7 @@ def loaded_at_once(model: nn.Module, i: int) -> None:
         model.load_state_dict({name: value.clone().add_(1) for name, value in network()[0].state_dict().items()})
 
 
-@pytest.mark.covering
+@pytest.mark.every(7)
 @pytest.mark.parametrize("between", [nothing, read, read_later, loaded_at_once])
 @pytest.mark.parametrize("blow", [1, 3, 5])
 def test_a_job_that_is_killed_before_its_first_snapshot_ends_as_undisturbed(

@@ -137,6 +137,7 @@ def test_a_recovered_job_has_the_bits_of_the_steps_that_ran_as_one(
         pair.close()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_snapshots_at_different_borders_end_no_group_and_its_executor_may_die_after_them(
     victim: Phoenix, caplog: pytest.LogCaptureFixture

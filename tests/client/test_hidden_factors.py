@@ -290,6 +290,7 @@ def from_zero_on(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
     return total
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "loss_of",
     [
@@ -364,6 +365,7 @@ def largest(m: TwoHeads, x: torch.Tensor, y: torch.Tensor) -> Any:
     return F.cross_entropy(scores, y), (one.detach().sigmoid() * (y == 1)).amax()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("loss_of", [tiny, filled, filled_up, regularised, regularised_later])
 def test_what_is_added_to_a_sum_otherwise_than_in_parts_is_added_once_it_is_whole(loss_of: Any, endpoint: str) -> None:
     check(lambda: work(loss_of, classes), endpoint)

@@ -87,6 +87,6 @@ def resnet() -> Work:
 
 
 @pytest.mark.parametrize("make", [bert, bert_checkpointed, gpt2, vit, resnet], ids=lambda f: f.__name__)
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 def test_equal_to_the_plain_loop(make: Any, endpoint: str) -> None:
     check(make, endpoint)

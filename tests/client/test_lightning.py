@@ -64,6 +64,7 @@ def fit(directory: Path, endpoint: str | None, make: Any = Module, **options: An
     return [module.seen, module.state_dict(), dict(trainer.callback_metrics), torch.get_rng_state()]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "options",
     [

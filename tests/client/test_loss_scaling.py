@@ -57,7 +57,7 @@ HOW: dict[str, Any] = {"step": scaled, "example": (*DATA[0], boost(1))}
 
 
 @pytest.mark.parametrize("optimize", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_steps_that_overflow_are_left_out_as_in_the_plain_loop(optimize: Any, endpoint: str) -> None:
     def script(one: Script) -> Any:
         losses = [one.step(*DATA[i], boost(i)) for i in range(12)]

@@ -74,7 +74,7 @@ def classify(model: nn.Module, opt: Any, data: Any, each: Any = None, **options:
     return Work([model], [opt], [(step, data[0])], simple_loop(data, 12, each), {"microbatches": 4, **options})
 
 
-@pytest.mark.covering
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -164,7 +164,7 @@ def tokens(steps: int = 3) -> list[tuple[torch.Tensor, ...]]:
     ],
     ids=["mean", "weights", "smoothing", "sum", "weighted smoothing"],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_a_language_model_with_labels_to_ignore(options: dict[str, Any], endpoint: str) -> None:
     def make() -> Work:
         model = Small()
@@ -206,6 +206,7 @@ def test_a_mean_over_a_mask_given_with_the_batch(endpoint: str) -> None:
     check(make, endpoint)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("onednn", [True, False])
 def test_recurrent_networks_with_time_first(onednn: bool, endpoint: str) -> None:
     """In double precision torch makes an LSTM of products; oneDNN takes single precision."""

@@ -8,6 +8,7 @@ from tests.client.parity import check
 from tests.client.workload_jobs import work
 
 
+@pytest.mark.every(3)
 # The others hold nothing that these or the tests beside this one do not; tests/fuse captures all of them.
 @pytest.mark.parametrize("name", ["pointnet_seg", "mobilenet_v3", "transformer"])
 def test_equal_to_the_plain_loop(name: str, endpoint: str):

@@ -143,7 +143,7 @@ CASES = {name: (None, move) for name, move in MOVES.items()} | {f"a view {name}"
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_a_step_after_it_is_refused(name: str, endpoint: str) -> None:
     """LocalWrite's remedy, job.load_state(), says so too."""
     view, move = CASES[name]
@@ -287,6 +287,7 @@ def test_numbers_beside_a_tensor_made_at_its_first_use(kind: str, endpoint: str)
 # ---- another object over the memory of one that a step binds anew
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("same", [Tensor.detach, lambda t: t.data, lambda t: t[:], lambda t: t.view_as(t)])
 @pytest.mark.parametrize("anew", [True, False])
 def test_a_written_tensor_may_become_another_object_over_its_memory(same: Any, anew: bool, endpoint: str) -> None:

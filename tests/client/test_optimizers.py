@@ -108,12 +108,13 @@ def work(optimizer: Any, dtype: torch.dtype = torch.float32) -> Work:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_equal_to_the_plain_loop(name: str, endpoint: str) -> None:
     results = check(lambda: work(OPTIMIZERS[name]), endpoint)
     assert results[-1] != results[0]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["sgd-momentum", "sgd-nesterov", "sgd-dampening", "adadelta", "rmsprop", "adamw"])
 def test_equal_to_the_plain_loop_in_a_half_type(name: str, endpoint: str) -> None:
     """A number that an operator takes is not rounded to the tensor's type first, as momentum was."""
@@ -143,6 +144,7 @@ class InTurn:
     )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["sgd-momentum", "adam", "nadam", "adam-fused", "sgd-fused-nesterov"])
 def test_schedulers_feed_lifted_hyperparameters(name: str, endpoint: str) -> None:
     def make() -> Work:

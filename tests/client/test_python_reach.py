@@ -559,7 +559,7 @@ def untouched() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_change_is_followed(case: str, endpoint: str, untouched: None) -> None:
     make = CASES[case]
 

@@ -143,6 +143,7 @@ def snapshots(daemon: Phoenix, run: Run) -> list[Path]:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # several daemons start, and machines are busy
 def test_what_else_may_happen_when_a_daemon_goes(

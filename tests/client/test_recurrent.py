@@ -82,7 +82,7 @@ def trained(kind: Any = nn.LSTM, optimizer: str = "adam", dtype: torch.dtype = t
     return Work([model], [opt], [(step, data[0]), (evaluate, data[0])], loop)
 
 
-@pytest.mark.covering
+@pytest.mark.every(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("options", LAYERS)
@@ -90,12 +90,13 @@ def test_an_lstm(options: str, optimizer: str, endpoint: str) -> None:
     check(lambda: trained(optimizer=optimizer, **LAYERS[options]), endpoint)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("options", ["plain", "no bias", "all"])
 def test_an_lstm_in_bfloat16(options: str, endpoint: str) -> None:
     check(lambda: trained(dtype=torch.bfloat16, **LAYERS[options]), endpoint)
 
 
-@pytest.mark.covering
+@pytest.mark.every(6)
 @pytest.mark.parametrize("options", ["plain", "no bias", "all"])
 @pytest.mark.parametrize("kind", ["gru", "rnn"])
 def test_layers_that_torch_makes_of_products(kind: str, options: str, endpoint: str) -> None:
@@ -151,6 +152,7 @@ FORWARDS: dict[str, Forward] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_ways_to_use_an_lstm(forward: str, endpoint: str) -> None:
     if forward == "autocast":

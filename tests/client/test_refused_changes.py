@@ -161,6 +161,7 @@ class OnlyFilled:
         return self.table.setdefault("factor", 2.0)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", [FlagOfClass, CounterOfClass, LastOfClass, Named, OnlyFilled])
 def test_the_first_call_does_what_it_does_in_the_plain_loop(kind: type[Any], endpoint: str) -> None:
     def make() -> Work:

@@ -289,6 +289,7 @@ OTHERS: dict[str, Callable[[], Built]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("job", [False, True])
 def test_what_differs_is_traced_anew(job: bool, monkeypatch: pytest.MonkeyPatch):
     """Whatever was captured before, a step runs what it would run alone."""

@@ -110,7 +110,7 @@ BODIES: dict[str, Body] = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.every(10)
 @pytest.mark.parametrize("where", ["before", "between", "after"])
 @pytest.mark.parametrize("name", BODIES)
 def test_a_step_that_sets_data(name: str, where: str, endpoint: str) -> None:

@@ -94,6 +94,7 @@ def test_two_jobs_fit_that_do_not_fit_beside_each_other(daemon: RunningDaemon, o
             assert all(torch.equal(want[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.extended
 def test_what_a_step_no_longer_needs_goes_back_to_the_kernel(one_thread: None) -> None:
     """Or another job's process could not have it. A job with memory of its own keeps it for its next step."""
     grown: dict[str, int] = {}

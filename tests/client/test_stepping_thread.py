@@ -310,7 +310,7 @@ def jobs(guarded: str) -> Iterator[list[client.Job]]:
 
 # On a busy machine it may take the guard very long to hold a step of the two in the middle, and what is tested is how a
 # held one is released.
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("turn", ["each waited for", "all submitted first", "one more than may be in flight", "synced"])
 def test_low_steps_run_when_the_loop_that_steps_the_high_job_waits_for_them(turn: str, jobs: list[client.Job]) -> None:
     for _ in range(MOST_ROUNDS):

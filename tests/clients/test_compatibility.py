@@ -25,6 +25,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("idiom", cases())
 def test_an_idiom_does_what_the_table_says(idiom: Idiom, endpoint: str) -> None:
     for package in idiom.needs:

@@ -40,6 +40,7 @@ def run(program, tmp_path: Path, name: str, *flags: str) -> dict:
     return json.loads(out.read_text())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "program",
     [digits_cnn, pytest.param(digits_transformer, marks=pytest.mark.extended), digits_gan],

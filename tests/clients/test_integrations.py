@@ -68,7 +68,7 @@ def test_at_most_five_lines_change(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_the_results_and_the_logs_are_the_same(
     name: str, daemon: RunningDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -135,6 +135,7 @@ def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture
     assert "error" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_ctrl_c_ends_it_with_a_word():
     command = [sys.executable, "-u", "-m", "clients.digits_cnn", "--plain", "--size", "tiny", "--epochs", "100000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

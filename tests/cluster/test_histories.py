@@ -38,7 +38,7 @@ def test_a_seed_repeats_its_history():
     assert first.happened == again.happened != other.happened
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_shows(mistake: str):
     first = FIRST.get(mistake, 0)

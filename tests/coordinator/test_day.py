@@ -41,6 +41,7 @@ def test_the_day_that_is_compared_depends_on_what_is_learned():
     assert days[0].figures() != days[1].figures()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("way", WHOLE, ids=lambda way: way.name)
 def test_eight_daemons_give_the_placements_day_exactly(way: Way, tmp_path: Path):
     jobs = jobs_of(60, SEED)

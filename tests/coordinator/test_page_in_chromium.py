@@ -53,6 +53,7 @@ def find(page: Page, words: str) -> None:
     )
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "size", [pytest.param(size, marks=pytest.mark.extended if size == "small" else ()) for size in SIZES]
 )

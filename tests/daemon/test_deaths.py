@@ -48,6 +48,7 @@ def checked(daemon):
     return sum("program 0 checked" in line for line in daemon.lines)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("doing", ["check", "load", "transfer"])
 def test_kill_9_of_a_client_in_the_middle_harms_no_other(daemon, doing):
     with Session.connect(daemon.endpoint, SOON_S) as session:

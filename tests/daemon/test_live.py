@@ -342,6 +342,7 @@ def children_of(pid):
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_daemon_that_is_told_to_stop_tells_its_clients_at_once(runtime_dir, number):
     with serving(runtime_dir) as daemon, Session.connect(daemon.endpoint, SOON_S) as session:

@@ -193,6 +193,7 @@ def test_a_daemon_that_is_killed_leaves_what_it_had_sent(mortal, tmp_path):
     assert any(track.endswith("live (low)") for track in check(content))
 
 
+@pytest.mark.extended
 def test_a_client_that_only_watches_is_not_taken_for_gone():
     """Both, a session each, go on for longer than the lease, and say nothing else meanwhile."""
     path = Path(tempfile.mkdtemp(prefix="gmsee-"))

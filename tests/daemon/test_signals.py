@@ -21,6 +21,7 @@ def files(path):
     return sorted(p.name for p in path.iterdir() if p.suffix != ".lock")
 
 
+@pytest.mark.every(2)
 # The CPU's device takes seconds to open and has processes of its own to end, the simulated one does not.
 @pytest.mark.parametrize(
     ("device", "first", "second"),
@@ -43,6 +44,7 @@ def test_two_signals_stop_a_daemon_as_one_does(runtime_dir, device, first, secon
     assert files(runtime_dir) == []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("device", "until"), [("sim", "stop"), ("cpu", "exit")])
 def test_signals_all_the_way_through_a_shutdown(runtime_dir, device, until):
     """One every few milliseconds until the process is gone, or until it says it has stopped."""
@@ -57,6 +59,7 @@ def test_signals_all_the_way_through_a_shutdown(runtime_dir, device, until):
     assert files(runtime_dir) == []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("seconds", [0.3, 0.9, 1.6, 2.5])
 def test_a_signal_while_starting_leaves_nothing(runtime_dir, seconds):
     """Wherever in its start-up the daemon is by then; before it opens anything, the signal's own

@@ -107,6 +107,7 @@ def daemon():
         yield daemon
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "leave",
     [

@@ -173,7 +173,7 @@ def test_a_scenario_sets_off_its_own_alert_and_no_other(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_an_alert_that_is_deaf_or_always_on_is_found_out(tmp_path, name):
     """The scenarios can fail: with the alert broken in either way its own do."""
     own = [test for test in scenarios()[1:] if test["alert_rule_test"][0]["alertname"] == name]

@@ -159,6 +159,7 @@ def on_nodes(*groups):
     return " ".join(f"  Nodes={nodes} CPU_IDs=0 Mem=0 GRES={held} MinCPUsNode=1" for nodes, held in groups)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("resources", "gpu", "shares"),
     [

@@ -43,7 +43,7 @@ def test_a_seed_repeats_its_history():
     assert first.happened == again.happened
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_shows(mistake: str):
     """In a process of its own, since a mistake may leave descriptors open."""

@@ -334,6 +334,7 @@ def test_steps_of_four_jobs_run_as_one_and_each_learns_what_it_would_alone():
     check_replay(executor)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("seed", [7, 17, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(20, 40))])
 def test_members_that_straggle_or_are_wanted_elsewhere_change_nothing(seed: int):
     executor = History(seed).run()

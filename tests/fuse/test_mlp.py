@@ -45,7 +45,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_array_trains_each_model_as_if_alone(name: str):
     factory = training(small, OPTIMIZERS[name], nn.CrossEntropyLoss())

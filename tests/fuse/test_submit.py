@@ -298,6 +298,7 @@ def test_an_array_that_was_kept_goes_on_in_another_program(endpoint: str):
             assert found[b]["optimizer"]["param_groups"][0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.extended
 def test_a_job_and_an_array_are_not_resumed_as_each_other(endpoint: str):
     step, model, optimizer = training(dropping, listed)(Config(0))
     with one_thread():

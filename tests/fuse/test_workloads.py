@@ -64,7 +64,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_an_array_trains_each_model_as_if_alone(name: str):
     made = workload(name, dtype=torch.float64)
     configs = [config | CONFIG | MORE.get(name, {}) for config in made.configs(MODELS)]

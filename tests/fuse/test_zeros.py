@@ -35,7 +35,7 @@ TORCHS = (
 
 
 @pytest.mark.parametrize("make", TORCHS, ids=lambda make: make.__name__)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_a_weight_decay_of_0(make: Callable[..., Any]):
     found = check(factory(make, "weight_decay"), batches(4, 3), given=extras(0.1, 0, 0.2))
     assert found.runs == (3,), "all ran together"

@@ -137,6 +137,7 @@ def shown(page: Page, selector: str) -> bool:
     return page.evaluate(f"Boolean(document.querySelector({selector!r}).offsetParent)")
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("number", [0, pytest.param(3, marks=pytest.mark.extended), 30])
 def test_it_fits_every_screen_and_keeps_no_reader_out(number, browser, serve):
     address = serve(State(*jobs(number)))

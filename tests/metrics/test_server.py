@@ -25,6 +25,13 @@ from .contract import figures
 LONG = 60.0  # seconds; a bound for a broken test
 
 
+@pytest.fixture(autouse=True)
+def closed_at_once(monkeypatch):
+    """A server looks twice a second whether it is to end, for which nearly every test here would wait."""
+    plain = metrics_server._Server.serve_forever
+    monkeypatch.setattr(metrics_server._Server, "serve_forever", lambda server: plain(server, poll_interval=0.01))
+
+
 @pytest.fixture
 def server():
     server = MetricsServer(Metrics([int]).registry, "127.0.0.1", 0)

@@ -32,6 +32,7 @@ def test_days_differ_by_their_seed_alone() -> None:
     assert draw_jobs(50, 1, HIGHS, LOWS) == draw_jobs(50, 1, HIGHS, LOWS) != draw_jobs(50, 2, HIGHS, LOWS)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_all_work_is_done_once(way: Way) -> None:
     """Every job does its whole length, however often it was moved."""

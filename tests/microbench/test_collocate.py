@@ -460,6 +460,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "find", lambda: probe.Found("NVIDIA H200", "2.11.0"))
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("h200")
 def test_the_ablation_on_a_gpu_stands_beside_its_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -10,6 +10,7 @@ import pytest
 from microbench import common, core_rate
 
 
+@pytest.mark.extended
 def test_it_reports_every_number_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rate.json"
     assert core_rate.main(["--jobs", "3", "100", "--events", "400", "--repeats", "2", "--out", str(out)]) == 0

@@ -25,6 +25,7 @@ def test_parts_are_turned_off_one_at_a_time(tmp_path: Path) -> None:
     assert found["noise: steps"] == found["nothing"], "the simulated device makes none"
 
 
+@pytest.mark.extended
 def test_a_disturbed_run_is_measured_beside_its_own_high_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     guard_parts.measure([("disturbed", "4 high jobs", 0)], seed=0, steps=guard_parts.LEARNING + 20)
     rows = json.loads(capsys.readouterr().out)

@@ -46,6 +46,7 @@ def without_a_batch() -> Case:
     return perceptron()._replace(batch=batch)
 
 
+@pytest.mark.extended
 def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     name = "models-of-a-test"
     monkeypatch.setitem(sys.modules, "models_of_a_test", ModuleType("models_of_a_test"))

@@ -10,6 +10,7 @@ from gpumux.device.sim.spec import preset
 from microbench import top_screens
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("count", [0, 3])
 def test_the_screen_has_the_jobs_of_the_simulated_daemon(count):
     bodies = list(top_screens.answers(count, preset("a100"), looks=2))

@@ -13,6 +13,7 @@ from microbench import wave_curves
 from tests.waves.reference import WaveReference
 
 
+@pytest.mark.extended
 def test_it_writes_curves_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out, picture = tmp_path / "curves.json", tmp_path / "curves.svg"
     arguments = ["--seeds", "2", "--epochs", "1", "--out", str(out), "--picture", str(picture)]

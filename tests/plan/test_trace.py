@@ -75,7 +75,7 @@ def test_attention_written_as_products_is_a_block_in_a_block():
      ("transformer", 68, 18, 34.9), ("resnet50", 72, 16, 25.6), ("vgg19_bn", 24, 0, 143.7),
      ("bert_base", 87, 24, 109.5), ("gpt2", 110, 24, 124.4)],
 )  # fmt: skip
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_the_papers_models_are_what_they_should_be(name: str, layers: int, blocks: int, millions: float):
     traced = trace(models.find(name))
     graph = reduce(measure.roofline_profile(traced, A100, (1, 2)))

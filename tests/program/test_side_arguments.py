@@ -168,6 +168,7 @@ def test_each_rule_has_a_call():
     assert all(any(part in UNTRIED for part in name.removeprefix("aten.").split(".")) for name in missing), missing
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("func", "args", "kwargs"), CALLS, ids=[str(call[0]) for call in CALLS])
 def test_a_valid_call_passes_and_one_with_a_smaller_argument_does_no_harm(
     process: Separate, func: Any, args: Any, kwargs: Any

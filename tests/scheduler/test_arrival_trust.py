@@ -127,7 +127,7 @@ OTHERS = {
 @pytest.mark.parametrize(
     ("other", "rate"), [("short", 100.0), ("short", 400.0), ("long", 20.0), ("long", 100.0), ("long", 400.0)]
 )
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_the_promise_holds_where_steps_come_at_random(other: str, rate: float) -> None:
     """Of random gaps two neighbours are nearly always far enough apart for a low piece to end between them."""
     simulation = simulated(high((FULL,) * 5, rate=rate), OTHERS[other])
@@ -148,6 +148,7 @@ def test_it_is_the_gaps_that_are_not_relied_on_that_keep_it(monkeypatch: pytest.
     assert simulation.run(steps=500, warmup_steps=300).job("high").p99_slowdown > 1.2
 
 
+@pytest.mark.extended
 def test_what_may_cost_too_much_runs_between_random_steps_as_long_as_few_lose_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -222,6 +223,7 @@ def test_low_work_is_cut_finer_where_a_step_may_come_at_any_time_and_runs_for_it
     assert "pieces of about 0.030 ms, not 0.300" in explained(simulation, "short")
 
 
+@pytest.mark.extended
 def test_a_cut_finer_than_that_is_for_as_long_as_anybody_needs_a_finer_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "AWAY_S", 0.5)
     simulation = simulated(high((FULL,) * 20, rate=100.0), OTHERS["short"])

@@ -83,6 +83,7 @@ def test_the_promise_holds_where_steps_come_in_bursts(next_s: Callable[[Random],
     assert most <= 1.10
 
 
+@pytest.mark.extended
 def test_a_gap_shorter_than_any_there_was_is_not_to_be_expected_of_anybody() -> None:
     """8 of 18 ms of each gap are sure, whatever comes after that."""
     _, most, harvest = slowed(sure_to_stay_away, 20, LONG)

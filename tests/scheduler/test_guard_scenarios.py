@@ -300,6 +300,7 @@ def test_two_high_jobs_share_and_low_work_pays_for_neither_s_company() -> None:
     assert beside.job("low").work_s > 0.2 * beside.window_s
 
 
+@pytest.mark.extended
 def test_ten_low_jobs_share_by_weight_while_one_of_them_is_banned() -> None:
     # Fits beside all but the reduces, which suffer from any company.
     harmful = tuple([Kernel("hog", 54, 250e-6, 1, 0)] * 8)
@@ -376,6 +377,7 @@ def test_low_jobs_that_can_not_run_do_not_keep_others_from_it() -> None:
     assert among.job("small").relative_throughput > 0.5 * alone.job("small").relative_throughput
 
 
+@pytest.mark.extended
 def test_many_low_programs_are_remembered() -> None:
     """As many as one user may have jobs, on each share: what was known of them is not forgotten before their next
     turn."""

@@ -108,6 +108,7 @@ def test_a_paused_job_is_resumed_to_drain_and_may_be_paused_again() -> None:
     assert world.jobs["a"].unloading
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", ENDINGS)
 def test_a_closed_job_leaves_nothing_behind(how: str) -> None:
     world = busy_world()

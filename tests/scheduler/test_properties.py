@@ -333,6 +333,7 @@ def steps_answered(commands: list[cmd.Command]) -> list[cmd.Command]:
     return [c for c in commands if isinstance(c, cmd.FinishStep | cmd.FailStep)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.timeout(600)  # a failure is made small before it is shown
 @pytest.mark.parametrize("policy", POLICIES)
 def test_promises_hold_in_every_life(policy: str) -> None:

@@ -44,6 +44,7 @@ def test_an_array_that_was_slower_than_its_models_never_pays():
     assert not PartitionCosts(step_s=1e-3, making_s=0.0, gain=0.9).arrays_pay(100, 100_000)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("seconds", [1e-9, 1.0])
 def test_it_finds_what_serial_finds(step_s: list[float], seconds: float):
     step_s[0] = seconds

@@ -52,6 +52,7 @@ def test_equal_to_serial(daemon: RunningDaemon):
     assert jobs_left(daemon) == []
 
 
+@pytest.mark.extended
 def test_arrays_as_jobs_equal_serial(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Two arrays, and a survivor that then trains alone as a job of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -76,6 +77,7 @@ def test_what_goes_wrong_leaves_no_job(daemon: RunningDaemon, caplog: pytest.Log
     assert "not synced" not in caplog.text
 
 
+@pytest.mark.extended
 def test_a_full_daemon_is_waited_for(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch):
     """The daemon takes two jobs: the third waits until one is done; if it takes none, that is an error."""
     submitted = []

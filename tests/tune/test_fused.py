@@ -120,6 +120,7 @@ def test_what_is_measured_raises_predictions_where_it_must(tmp_path: Path, monke
     assert meter.read(80 << 20).measured == 0
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("choices", [[4, 8], [8, 12]])
 def test_a_parameter_that_changes_the_step_is_named(choices: list[int]):
     """`width` is wrongly marked fusible, together with lr, which is."""
@@ -145,6 +146,7 @@ def test_the_ends_of_a_range_are_tried_where_they_may_be_drawn():
     assert probe.mixtures(space, [first]) == [], "one trial is an array of its own"
 
 
+@pytest.mark.extended
 def test_a_weight_decay_and_a_momentum_of_0_are_fused_with_others():
     def factory(config):
         step, model, optimizer = toy.factory(config)

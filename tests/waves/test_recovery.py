@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from microbench.kills import Phoenix
@@ -11,6 +12,7 @@ from tests.waves.reference import WaveReference
 from tests.waves.test_training import adamw, batches, convolutions, equal, loss_of, submit
 
 
+@pytest.mark.extended
 def test_kills_in_the_middle_of_pairs_change_no_bit(tmp_path: Path):
     """Of the executor, twice in a row, then of the daemon. In one job, because a start of a daemon takes seconds."""
     data = batches(24)

@@ -116,7 +116,7 @@ def equal(model: nn.Module, opt: Any, reference: WaveReference) -> bool:
     [(convolutions, momentum, None), (convolutions, adamw, 1.0), (Tied, adamw, 0.5), (Tied, sgd, None)],
     ids=["convolutions, momentum", "convolutions, AdamW, clipped", "tied, AdamW, clipped", "tied, SGD"],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_twenty_steps_have_the_bits_of_the_reference(endpoint, make, optimizer, clip):
     data = batches(20)
     reference = WaveReference(make, optimizer, loss_of, clip)
@@ -143,6 +143,7 @@ def wide() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 64, 10))
 
 
+@pytest.mark.extended
 def test_pieces_of_both_waves_run_in_turns_and_the_bits_are_the_same(endpoint):
     data = batches(20, 64)
     model, opt, job = submit(endpoint, wide, adamw)
@@ -184,6 +185,7 @@ def test_what_is_read_after_each_step_is_the_replica_of_that_step(endpoint):
             assert all(torch.equal(named[key], value) for key, value in reference.model.state_dict().items())
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("after", [1, 2, pytest.param(5, marks=pytest.mark.extended)])
 def test_a_checkpoint_holds_both_replicas_in_the_middle_of_a_pair(endpoint, after: int, tmp_path):
     data = batches(9)
@@ -216,6 +218,7 @@ class Averaged(torch.optim.Optimizer):
             p.add_(p.grad, alpha=-(group["lr"] + before) / 2)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("after", [2, 3])
 def test_numbers_in_an_optimizers_state_belong_to_its_replica(endpoint, after: int):
     def rated(job: Any, opt: Any, number: int) -> float:
@@ -250,6 +253,7 @@ def keeping(tmp_path_factory) -> Iterator[str]:
         yield daemon.endpoint
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("after", [0, 1, 2, pytest.param(5, marks=pytest.mark.extended)])
 def test_a_job_that_was_kept_goes_on_in_the_middle_of_a_pair(keeping, after: int):
     """Both replicas, both optimizers, the last gradients, the generator and statistics come from the snapshot."""
@@ -551,6 +555,7 @@ def test_a_job_of_waves_stays_low(endpoint):
         session.call(m.ChangeJob(0, job.id, 1, None))
 
 
+@pytest.mark.extended
 def test_an_evaluation_with_batch_norm_is_no_step_of_a_wave(endpoint):
     data = batches(5)
     reference = WaveReference(convolutions, sgd, loss_of)

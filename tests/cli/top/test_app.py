@@ -320,6 +320,7 @@ async def test_an_explanation_that_comes_too_late_is_dropped():
         assert not isinstance(screen.app.screen, ExplainScreen)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", ["a[/bad] [red]b", "[bold", "\\[x]", "]", "[link=x]"])
 def test_names_that_look_like_markup_are_shown_as_they_are(name):
     @on_screen
@@ -363,6 +364,7 @@ async def test_a_low_job_is_made_high_at_once_and_a_high_one_low_after_a_questio
         assert screen.feed.calls[1:] == [("priority", "j1" * 16, 0)]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("key", "calls"),
     [("y", [("stop", "j1" * 16, False)]), ("d", [("stop", "j1" * 16, True)]), ("n", []), ("escape", []), ("x", [])],

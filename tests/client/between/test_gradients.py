@@ -40,6 +40,7 @@ def zeroing_last(model: Any, optimizer: Any) -> Any:
     return step
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "read",
     [
@@ -171,6 +172,7 @@ def test_g3_gradients_that_the_script_sets(change: Any, step: Any, endpoint: str
     same(script, endpoint, step=step, optimize=momentum)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "change",
     [

@@ -278,6 +278,7 @@ def test_m2_an_alias_of_an_alias_made_while_others_come_and_go(endpoint: str) ->
     same(script, endpoint)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "way",
     [
@@ -639,6 +640,7 @@ def test_m16_a_forked_process_can_not_fetch(endpoint: str) -> None:
         s.model[0].weight.sum()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "trace",
     [

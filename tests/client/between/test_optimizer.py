@@ -172,6 +172,7 @@ def test_o4_groups(endpoint: str) -> None:
     same(script, endpoint, optimize=lambda m: torch.optim.SGD(m[0].parameters(), lr=0.1), max_variants=8)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "read",
     [

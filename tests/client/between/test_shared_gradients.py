@@ -88,6 +88,7 @@ def one_read_other_written(s: Script, i: int) -> list[Any]:
     return out
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("make", [Flat, flat_by_data])
 @pytest.mark.parametrize(
     "act",

@@ -228,7 +228,7 @@ OPTIMIZERS = [FlatState, OneForAll, PassesOn, SharesAtTimes]
 STYLES = [whole, zeros_first, zeros_last]
 
 
-@pytest.mark.covering
+@pytest.mark.every(11)
 @pytest.mark.parametrize(
     ("step", "act"),
     [*((without_zeroing, act) for act in ACTS), *((step, read) for step in STYLES), (whole, backward_here)],
@@ -264,6 +264,7 @@ def accumulate_then_apply(s: Script) -> Any:
     return out
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("optimize", KEEPERS, ids=lambda f: f.__name__)
 def test_gradients_that_a_step_leaves_to_the_optimizer_s_state(optimize: Any, endpoint: str) -> None:
     same(accumulate_then_apply, endpoint, make=Square, optimize=optimize, step=without_update)
@@ -434,6 +435,7 @@ def itself(m: Any, mean: Tensor) -> Any:
     return m.a
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("change", [passed_on, swapped, itself], ids=lambda f: f.__name__)
 def test_buffers_that_change_places_share_nothing(change: Any, endpoint: str) -> None:
     same(each(read_model_at_times), endpoint, make=lambda: Buffers(change), optimize=momentum)
@@ -675,7 +677,7 @@ def test_a_model_whose_buffers_are_replaced_goes_on(endpoint: str) -> None:
     same(script, endpoint, make=Keeps, optimize=momentum)
 
 
-@pytest.mark.covering
+@pytest.mark.every(7)
 @pytest.mark.parametrize("optimize", [Replaces, PassesOn, SharesAtTimes, KeepsGradient, KeepsDetached, KeepsWindow])
 @pytest.mark.parametrize("at_once", [lambda i: False, always, lambda i: i == 3])
 def test_state_that_is_replaced_and_read_before(at_once: Any, optimize: Any, endpoint: str) -> None:

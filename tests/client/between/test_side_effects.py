@@ -125,6 +125,7 @@ def leaving(leave: Leave) -> Callable[[Any, Any], Callable[..., Any]]:
     return bodies
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_m19_reading_it_names_it_and_the_remedy(place: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     leave, read, name = PLACES[place]
@@ -145,6 +146,7 @@ def test_m19_reading_it_names_it_and_the_remedy(place: str, endpoint: str, monke
         float(read(s.model, s.optimizer))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("read", READS)
 def test_m19_by_whatever_function(read: str, endpoint: str) -> None:
     with made(endpoint, make=Aux, step=with_aux) as s:

@@ -173,6 +173,7 @@ def test_a_daemon_that_is_killed_and_all_of_them_together(
     assert "from snapshot" in back[1]
 
 
+@pytest.mark.extended
 def test_a_daemon_that_leaves_in_order_saves_the_gang_first(
     pair: list[Phoenix], undisturbed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_daemon_that_leaves_in_order_saves_the_gang_first(
     assert "from snapshot" in lines(caplog, "It is back after")[0]
 
 
+@pytest.mark.extended
 def test_a_daemon_that_is_killed_during_submit_is_waited_for(
     pair: list[Phoenix], undisturbed: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_daemon_that_is_killed_during_submit_is_waited_for(
     assert lines(caplog, "to submit again")
 
 
+@pytest.mark.extended
 def test_the_newest_snapshot_that_all_ranks_have_whole_is_taken(
     pair: list[Phoenix], undisturbed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -253,6 +256,7 @@ def test_a_process_that_stands_still_costs_its_peers_time_and_no_training(
         assert any("did not answer within 1 s" in line for line in back)
 
 
+@pytest.mark.extended
 def test_a_daemon_that_stays_away_ends_the_job_with_an_error(pair: list[Phoenix]) -> None:
     run = over(pair, reconnect_s=0.5)
     turns(run, 3)
@@ -265,6 +269,7 @@ def test_a_daemon_that_stays_away_ends_the_job_with_an_error(pair: list[Phoenix]
     pair[1].wait_until_ready()
 
 
+@pytest.mark.extended
 def test_a_step_that_fails_is_not_run_again_and_the_error_is_its_own(
     pair: list[Phoenix], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from gpumux import client
 from gpumux.burst.placement import rotated
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_a_rotation_over_daemons_trains_what_plain_torch_trains(ranks: int, endpoints: list[str]) -> None:
     torch.manual_seed(0)

@@ -61,6 +61,7 @@ def until(predicate: Callable[[], bool]) -> None:
 SPLIT = RankPlacement(2, {"0": (0, 1), "2": (1,)})
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_any_placement_trains_what_plain_torch_trains(name: str, ranks: int, endpoints: list[str]) -> None:
@@ -256,6 +257,7 @@ def test_a_batch_norm_is_refused_unless_one_way_is_chosen(endpoints: list[str]) 
     assert apart(list(plain.state_dict().values()), list(model.state_dict().values())) < 1e-10
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["convolutions", "flat"])
 @pytest.mark.every(2)
 def test_statistics_of_each_rank_are_those_of_distributed_data_parallel(name: str, endpoints: list[str]) -> None:

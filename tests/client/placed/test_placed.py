@@ -538,6 +538,7 @@ def test_a_job_that_waits_says_why(
     assert said[0].startswith("job 'convolutions, SGD' has waited 0 s for devices: Its turn has come")
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_daemon_without_room_and_without_snapshots(coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture):
     """The job asks for twice the memory until it fits; it is not moved from a daemon that saves nothing; and a limit of
@@ -714,6 +715,7 @@ def test_a_gang_goes_on_over_other_numbers_of_devices(
         close(run.trial.state(), alone.state())
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_job_moves_between_machines(tmp_path: Path, coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch):
     """From a daemon on another machine, reached over tcp, to one on this machine, and back."""
@@ -745,6 +747,7 @@ def test_a_job_moves_between_machines(tmp_path: Path, coordinator: FakeCoordinat
         daemon.close()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (0, 2))])
 def test_whatever_happens_to_a_job_its_training_is_the_plain_loops(

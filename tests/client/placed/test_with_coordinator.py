@@ -49,6 +49,7 @@ def turns_until_elsewhere(run: Run, endpoint: str) -> None:
         run.turn()
 
 
+@pytest.mark.extended
 def test_a_job_outlives_its_nodes_and_its_coordinator(place: Path):
     with ExitStack() as stack:
         daemons = serving(stack, place, 2)

@@ -77,6 +77,7 @@ def crash_div(driver: Driver) -> tuple[LoadedJob, ProgramId]:
     return job, program
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("make", "signal_name", "operator"),
     [(crash_maxpool, "SIGSEGV", "max_pool2d_with_indices_backward"), (crash_div, "SIGFPE", "aten.div.Tensor_mode")],
@@ -160,6 +161,7 @@ def test_the_fork_servers_death_loses_jobs_and_checks_and_new_ones_can_be_opened
     assert not isinstance(driver.wait_for(answers), ProgramChecked)
 
 
+@pytest.mark.extended
 def test_a_process_that_outlives_its_fork_server_for_a_moment_is_taken_for_no_other(
     own: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

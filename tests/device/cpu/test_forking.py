@@ -157,6 +157,7 @@ def test_a_child_has_no_descriptor_of_the_daemons_terminal_or_log():
     assert "['/dev/null', 'pipe', 'pipe']" in fork(code).stderr
 
 
+@pytest.mark.every(2)
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user: run as root")
 @pytest.mark.parametrize("forbidden", [True, False])
 def test_processes_of_the_same_user_cannot_look_into_the_fork_server(forbidden: bool):

@@ -70,6 +70,7 @@ def test_a_job_gives_way_and_then_does_not_and_all_of_its_threads_with_it() -> N
         device.close()
 
 
+@pytest.mark.every(2)
 @pytest.mark.skipif(not stopwatch._counted(), reason="this kernel does not count what a thread waits for a core")
 @pytest.mark.parametrize("priority", [Priority.LOW, Priority.HIGH])
 def test_a_piece_that_gives_its_core_away_says_for_how_long_it_stood_still(

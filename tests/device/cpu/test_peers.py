@@ -298,6 +298,7 @@ def computed(moves: Sequence[Move]) -> list[list[torch.Tensor]]:
     return [[held[rank], *got[rank]] for rank in range(RANKS)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_any_collectives_give_what_is_computed_without_a_device(drivers: list[Driver], seed: int):
     moves = drawn(random.Random(seed))

@@ -42,6 +42,7 @@ def test_a_job_has_no_process_before_its_first_program_is_loaded(own: Driver) ->
     assert own.wait_for(lambda e: isinstance(e, JobReleased) and e.job == other.job)
 
 
+@pytest.mark.extended
 def test_a_job_without_a_process_outlives_the_fork_server(own: Driver) -> None:
     device = own.device
     assert isinstance(device, CpuDevice)
@@ -63,6 +64,7 @@ def test_a_job_that_is_aborted_before_it_has_a_process_dies_of_that_fault(own: D
     assert died.fault == fault
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("priority", [Priority.HIGH, Priority.LOW])
 def test_a_priority_that_is_changed_before_the_process_is_started_is_its_own(own: Driver, priority: Priority) -> None:
     device = own.device

@@ -61,7 +61,7 @@ optim = torch.optim
     ],
     ids=["sgd", "adamw", "adam-single", "adamw-fused", "adam-fused", "sgd-fused"],
 )
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_training_with_a_schedule_is_what_it_is_on_the_cpu(
     make_optimizer: Any, tolerance: float, endpoint: str
 ) -> None:
@@ -109,6 +109,7 @@ def test_a_fused_optimizer_whose_momentum_cycles(make_optimizer: Any, endpoint: 
     close(want_state, got_state, 1e-6)
 
 
+@pytest.mark.extended
 def test_a_job_over_one_daemon_named_as_several_would_be_runs_and_two_are_refused(endpoint: str) -> None:
     def loop(endpoints: list[str] | None) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -107,7 +107,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", NETS)
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_training_is_what_it_is_on_the_cpu(name: str, endpoint: str) -> None:
     make = training(NETS[name])
     want, want_state = plain(make)

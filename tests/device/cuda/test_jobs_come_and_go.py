@@ -17,7 +17,7 @@ from tests.device.harness import Driver, LoadedJob
 STEPS = 60
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("seed", range(16))
 def test_steps_are_right_while_jobs_come_and_go(seed: int, driver: Driver, shared: CudaDevice) -> None:
     pick, compute = random.Random(seed), compute_of(shared)

@@ -38,6 +38,7 @@ class Attention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("per_model", [False, True])
 @pytest.mark.parametrize("mask", ["", "keys", "all", "heads", "causal"])
 def test_the_kernel(mask: str, per_model: bool):
@@ -76,6 +77,7 @@ class Heads(nn.Module):
         return out if weights is None else torch.cat([out, weights], 2)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_dropout_inside_attention(padded: bool, weights: bool):
@@ -89,6 +91,7 @@ def test_heads_of_other_sizes_and_more_keys():
     assert by(array, "per-model") == set()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_encoders_with_dropout_wherever_they_have_it(norm_first: bool):
     def module() -> nn.Module:
@@ -106,6 +109,7 @@ def layers(**options: Any) -> nn.Module:
     return kind(6, 2, 8, dropout=0.0, batch_first=True, **options)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("per_model", [False, True])
 def test_encoder_layers(per_model: bool):
     """With the residual connections where they belong."""

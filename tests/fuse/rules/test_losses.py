@@ -79,6 +79,7 @@ def some(y: Tensor) -> Tensor:
     return torch.stack([y, torch.where(y > 1, 0, -1), torch.full_like(y, -1), y], 1)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("per_model", [False, True])
 @pytest.mark.parametrize("case", MARGINS)
 def test_margins(case: str, per_model: bool):

@@ -24,7 +24,7 @@ def norm(kind: str, dim: int) -> nn.Module:
     return nn.GroupNorm(2, 4)
 
 
-@pytest.mark.covering
+@pytest.mark.every(5)
 @pytest.mark.parametrize("per_model", [False, True])
 @pytest.mark.parametrize(
     ("kind", "dim"), [("batch", 1), ("batch", 2), ("batch", 3), ("group", 1), ("group", 2), ("instance", 2)]

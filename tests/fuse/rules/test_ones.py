@@ -89,13 +89,14 @@ def test_layers_over_space(kind: str, samples: int, channels: int, space: int):
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(SIZE, SIZE)
 @pytest.mark.parametrize("kind", list(flat(1)))
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_layers_of_features(kind: str, samples: int, features: int):
     if "norm" in kind:
         samples += 1
     check(steady(flat(features)[kind], loss=loss), batches(samples, features, count=STEPS))
 
 
+@pytest.mark.every(3)
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(SIZE, SIZE)
 @pytest.mark.parametrize("function", [F.cross_entropy, F.nll_loss, F.multi_margin_loss])

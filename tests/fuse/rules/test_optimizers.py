@@ -53,7 +53,7 @@ def flat() -> nn.Module:
     ("name", "options"), [(name, options) for name, each in EVERY.items() for options in each],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
 )  # fmt: skip
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_every_optimizer_trains_each_model_as_if_alone(name: str, options: dict[str, Any]):
     """Without a bias: Muon takes matrices alone."""
     kind = getattr(O, name, None)
@@ -66,6 +66,7 @@ def test_every_optimizer_trains_each_model_as_if_alone(name: str, options: dict[
     assert bool(by(array, "per-model")) == ("fused" in options)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("what", ["norm", "value"])
 def test_clipping_is_of_each_model(what: str, foreach: bool):

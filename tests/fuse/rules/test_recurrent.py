@@ -39,7 +39,7 @@ CASES: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.every(5)
 @pytest.mark.parametrize("per_model", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_layers(case: str, per_model: bool):

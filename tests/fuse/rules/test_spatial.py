@@ -52,7 +52,7 @@ def paddings(dim: int) -> list[Callable[[Tensor], Tensor]]:
     return [lambda x, m=m: F.pad(x, amount, mode=m) for m in ("reflect", "replicate")]  # type: ignore[misc]
 
 
-@pytest.mark.covering
+@pytest.mark.every(6)
 @pytest.mark.parametrize("channels", [True, False])
 @pytest.mark.parametrize("dim", SPACE)
 def test_by_channel(dim: int, channels: bool):

@@ -85,6 +85,7 @@ def test_all_operations_are_measured_among_two_and_all_ranks_of_this_machine() -
     assert [done for done, _, _ in told] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
 
 
+@pytest.mark.extended
 def test_an_interrupt_ends_all_ranks() -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -109,6 +110,7 @@ def test_a_rank_that_is_killed_is_named() -> None:
     assert killed
 
 
+@pytest.mark.extended
 def test_ranks_that_are_started_by_hand_meet_at_the_store(store: str) -> None:
     first, second = started(0, store), started(1, store)
     shown, _ = first.communicate(timeout=120)
@@ -124,6 +126,7 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_limit(store: str) -> N
         measure_as(Measurement(3, limit_s=0.2), 1, store)
 
 
+@pytest.mark.extended
 def test_ranks_that_differ_in_what_they_measure_are_told(store: str) -> None:
     first, second = started(0, store, rounds=1), started(1, store, rounds=2)
     said = [each.communicate(timeout=120)[1] for each in (first, second)]
