@@ -8,6 +8,7 @@ that ran then. The loss, the optimizer and steps without modules have no layer. 
 from __future__ import annotations
 
 import contextlib
+import dis
 import io
 import linecache
 import opcode
@@ -58,13 +59,14 @@ def _torch_file() -> str:
 
 def user_frame(start: types.FrameType | None = None) -> tuple[str, int, str] | None:
     """(file, line, function) of the innermost frame that belongs neither to torch nor to gpumux."""
-    frame = start or sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not _between(name):
-            return name, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    frame = _frame_of_user(start or sys._getframe(1))
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _frame_of_user(frame: types.FrameType | None) -> types.FrameType | None:
+    while frame is not None and _between(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def user_line() -> str:
@@ -453,9 +455,33 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
             f"{name} decides so at every step, and gpumux runs a step's Python only when it captures it: use another of"
             " torch.optim (Adam, AdamW, SGD, ...), or train this model without gpumux"
         )
+    further = _further_reads() if optimizer is None else ""
     return DataDependent(
-        f"{where} reads a tensor's value in Python (.item(), float(), bool() or a branch on it)", remedy
+        f"{where} reads a tensor's value in Python (.item(), float(), bool() or a branch on it){further}", remedy
     )
+
+
+_READS = ("item", "tolist")
+_NAMED = 5
+
+
+def _further_reads() -> str:
+    """The lines behind the one that is run, in the same function, whose code reads values: the step could go on there
+    only with values that it does not have."""
+    frame = _frame_of_user(sys._getframe(1))
+    if frame is None:
+        return ""
+    lines = {
+        each.positions.lineno
+        for each in dis.get_instructions(frame.f_code)
+        if each.opname in ("LOAD_METHOD", "LOAD_ATTR") and each.argval in _READS and each.positions is not None
+    }
+    found = [str(line) for line in sorted(line for line in lines if line is not None and line > frame.f_lineno)]
+    if not found:
+        return ""
+    named = found[:_NAMED] if len(found) <= _NAMED else [*found[:_NAMED], f"{len(found) - _NAMED} more"]
+    text = " and ".join([part for part in (", ".join(named[:-1]), named[-1]) if part])
+    return f"; line{'s' * (len(found) > 1)} {text} there may, too"
 
 
 _ACTS = re.compile(r"\.step\(.*(\.item\(\)|\bint\()|\bactions?\.(item|tolist)\(|sample\(.*\.item\(")

@@ -105,6 +105,30 @@ def test_reading_values(read: Callable[[torch.Tensor], Any], endpoint: str) -> N
     assert __file__ in str(error)
 
 
+def test_further_lines_that_read_values_are_named_with_the_first(endpoint: str) -> None:
+    model = nn.Linear(6, 3)
+    seen: list[Any] = []
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        seen.append(loss.item())
+        seen.append(out.mean().item())
+        seen.extend(out[0].tolist())
+        return loss
+
+    def alone(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() * model(x).mean().item()
+
+    error = refusal(step, endpoint, errors.DataDependent, model=model)
+    first = line_of(step, "loss.item()")
+    line = int(first.rpartition(":")[2])
+    assert error.message.startswith(f"{first} reads a tensor's value in Python")
+    assert error.message.endswith(f"; lines {line + 1} and {line + 2} there may, too")
+    assert seen == [], "no code runs on with values that are none"
+    assert "may, too" not in refusal(alone, endpoint, errors.DataDependent, model=model).message
+
+
 def test_a_tensor_that_was_not_given_is_named(endpoint: str) -> None:
     model = nn.Linear(6, 3)
     hidden = ContextVar("hidden", default=torch.ones(2))  # held by no variable
