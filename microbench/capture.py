@@ -5,8 +5,8 @@ What the daemon takes to get ready after it first answers (it does so whether an
 for and shown apart, as `start`. In the same process, the step runs once over fake tensors without gpumux (the baseline:
 `bare`), and is compiled by torch.compile with the backends "eager" and "aot_eager". Caches of fake results are cleared
 before each, so that none profits from another. gpumux's modules are compiled to bytecode before, as an installation
-has them. Loops over an LSTM cell show how the time grows with the number of
-operators.
+has them. Loops over an LSTM cell show how the time grows with the number of operators. Last, the models of an array
+are captured without a daemon: one, and eight that differ in their seeds and learning rates (`array`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import gpumux
+from gpumux.capture.watch.reuse import kept_traces
+from gpumux.fuse.member import Member
 from microbench import common
 from microbench.daemon import running_daemon
 from microbench.walk import descendants
@@ -34,7 +36,9 @@ from microbench.walk import descendants
 LOOPS = (10, 40, 160)
 MODELS = ("gpt2", "bert-base", "t5-small", "resnet50", *(f"loop-{n}" for n in LOOPS))
 CLIENT, AGAIN, DAEMON = 4.0, 0.2, 4.0  # the marks: client over bare, second submit over the first, daemon over bare
+MEMBERS, ARRAY = 8, 2.0  # models of an array, and the mark: their capture over that of one
 TICKS = os.sysconf("SC_CLK_TCK")
+PHASES = 2  # of an optimizer: its first step and all others
 QUIET_S, SETTLE_S = 0.5, 60.0  # a daemon is ready that took no processor time for so long; it may take this long
 
 
@@ -134,6 +138,31 @@ def submit_part(name: str) -> dict[str, Any]:
     return found
 
 
+def array_part(name: str) -> dict[str, Any]:
+    """Processor time of capturing one model of an array, and eight of another: until the phases of the optimizer
+    repeat."""
+    spent = {}
+    for models in (1, MEMBERS):
+        made = [build(name) for _ in range(models)]
+        for i, one in enumerate(made):
+            one.optimizer.param_groups[0]["lr"] *= 1 + i / MEMBERS
+        clear_caches()
+        kept_traces.clear()
+        began = time.process_time()
+        members = [Member(str(i), one.step, one.model, one.optimizer, max_variants=None) for i, one in enumerate(made)]
+        states = [member.state for member in members]
+        for _ in range(PHASES):
+            choices = [
+                member.choose_from(state, one.batch, {}) or member.choose_from(state, one.batch, {})
+                for member, state, one in zip(members, states, made, strict=True)
+            ]
+            states = [c.after(member.state.keep) for c, member in zip(choices, members, strict=True) if c is not None]
+        spent[str(models)] = time.process_time() - began
+        for member in members:
+            member.release()
+    return {"array_s": spent}
+
+
 def _programs(job: Any) -> list[Any]:
     return [
         program for function, _, _ in job._functions for case in function._cases for phase in case.phases
@@ -166,7 +195,7 @@ def compile_part(name: str, backend: str) -> dict[str, Any]:
 
 
 def measure(name: str, compiled: bool) -> dict[str, Any]:
-    parts = [["submit"], *([["compile", "eager"], ["compile", "aot_eager"]] if compiled else [])]
+    parts = [["submit"], ["array"], *([["compile", "eager"], ["compile", "aot_eager"]] if compiled else [])]
     found: dict[str, Any] = {}
     for part in parts:
         command = [sys.executable, "-m", "microbench.capture", "--part", *part, "--models", name]
@@ -182,6 +211,7 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
         "client over bare": found["first"]["client_s"] / found["bare_s"],
         "second over first": found["second"]["client_s"] / found["first"]["client_s"],
         "daemon over bare": found["first"]["daemon_s"] / found["bare_s"],
+        "eight models over one": found["array_s"][str(MEMBERS)] / found["array_s"]["1"],
     }
 
 
@@ -194,7 +224,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     if args.part:
         what, *rest = args.part
-        print(json.dumps(submit_part(args.models[0]) if what == "submit" else compile_part(args.models[0], *rest)))
+        run: Any = {"submit": submit_part, "array": array_part, "compile": compile_part}[what]
+        print(json.dumps(run(args.models[0], *rest)))
         return 0
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     compileall.compile_dir(Path(gpumux.__file__).parent, quiet=1)
@@ -204,7 +235,10 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.models:
         models[name] = {**(found := measure(name, not args.no_compile)), "ratios": ratios(found)}
         print(f"{name}: {json.dumps(models[name])}", flush=True)
-    marks = {"client over bare": CLIENT, "second over first": AGAIN, "daemon over bare": DAEMON}
+    marks = {
+        "client over bare": CLIENT, "second over first": AGAIN, "daemon over bare": DAEMON,
+        "eight models over one": ARRAY,
+    }  # fmt: skip
     targets = {
         f"{name}: {what}": {"value": round(value, 2), "target": marks[what], "met": value <= marks[what]}
         for name, found in models.items()

@@ -751,27 +751,27 @@ class StepFunction:
 
     def _reused(self, case: Case, state: State) -> RawTrace | None:
         """The trace of an earlier step equal to this one, whose numbers take the same way. None if there is none."""
-        if not self._depends_on_code_alone(case) or self._again is not None:
-            return None
-        if not case.sought:
+        alone, again = self._depends_on_code_alone(case), self._again
+        if alone and not case.sought:
             case.sought = True
             case.kept = kept_traces.find(self.fn, key_of(case.key, case.numbers), case.fingerprint, self._table)
-        if case.kept is None:
+        if case.kept is None or not alone:
             return None
         env = case.environment(case.numbers, state)
 
         def holds(one: KeptTrace) -> bool:
             written = self._constants is None or same_numbers(case.hyper.read(), one.numbers)
             trusted = one.confirmed or not self._twice
-            return written and trusted and _holds(one.trace, env) and self._tracer.allows(one.trace)
+            same = again is None or same_effects(again.trace, one.trace, again.made, self._table)  # as the first call
+            return written and trusted and same and _holds(one.trace, env) and self._tracer.allows(one.trace)
 
         found: RawTrace | None = case.kept.of(held(self._table, state.structure), holds)
+        self._again = again if found is None else None
         return found
 
     def _keep(self) -> None:
         """Keep the new traces for later jobs."""
-        cases = {id(case): case for case, _ in self._new}.values()
-        for case in cases:
+        for case in {id(case): case for case, _ in self._new}.values():
             found = [one for of, one in self._new if of is case]
             kept_traces.add(self.fn, key_of(case.key, case.numbers), case.fingerprint, self._table, found)
         self._new.clear()
