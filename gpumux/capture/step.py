@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,11 +38,9 @@ from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
 from gpumux.capture.state import StateTable
 from gpumux.capture.structure import HostLeaf, Structure, frozen_leaves, map_frozen
-from gpumux.capture.symbols import ConstantScalars, Evaluator, HyperReader, Number
+from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
 from gpumux.capture.tracer import (
     FilledIn,
-    HostExit,
-    HostResult,
     RawTrace,
     SkippedStep,
     TraceAgain,
@@ -53,6 +51,7 @@ from gpumux.capture.tracer import (
 )
 from gpumux.capture.values.comparison import (
     first_difference,
+    numbers_of,
     same_but_for_the_optimizer,
     same_effects,
     same_for_these_numbers,
@@ -177,14 +176,6 @@ def _moves(entry: Structure, end: Structure, optimizer: int) -> bool:
     """Whether a step changes what the client keeps of an optimizer: its structure, or numbers in its state."""
     old, new = entry.optimizers[optimizer], end.optimizers[optimizer]
     return old != new or any(isinstance(leaf, HostLeaf) for _, tree in new for leaf in frozen_leaves(tree))
-
-
-def _holds(trace: RawTrace, env: Mapping[str, Number]) -> bool:
-    """Whether a step with these numbers takes the same way, and all formulas of the trace can be computed of them."""
-    exits = [leaf for frozen in trace.optimizers for _, tree in frozen for leaf in frozen_leaves(tree)]
-    wanted = [*trace.record.scalars, *(change[4] for change in trace.groups)]
-    wanted += [each.expr for each in (*exits, *trace.results) if isinstance(each, (HostExit, HostResult))]
-    return Evaluator(wanted, trace.guards).run(env) is not None
 
 
 # ---- Programs, cases and their choice
@@ -762,8 +753,10 @@ class StepFunction:
         def holds(one: KeptTrace) -> bool:
             written = self._constants is None or same_numbers(case.hyper.read(), one.numbers)
             trusted = one.confirmed or not self._twice
-            same = again is None or same_effects(again.trace, one.trace, again.made, self._table)  # as the first call
-            return written and trusted and same and _holds(one.trace, env) and self._tracer.allows(one.trace)
+            now = numbers_of(one.trace, env)
+            if now is None or not (written and trusted and self._tracer.allows(one.trace)):
+                return False
+            return again is None or same_effects(again.trace, one.trace, again.made, self._table, now)
 
         found: RawTrace | None = case.kept.of(held(self._table, state.structure), holds)
         self._again = again if found is None else None

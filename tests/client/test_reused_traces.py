@@ -190,13 +190,13 @@ class Noting(Block):
 def test_a_model_that_notes_something_in_its_first_call_is_traced_for_that_alone(
     traces: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    programs(build(Noting()))
+    programs(build(Noting()), job=True)
     del traces[:]
     model = Noting()
-    found = programs(build(model))
+    found = programs(build(model, lr=0.5), job=True)
     assert len(traces) == 1
     assert model.config.kind == "one"
-    assert found == anew(lambda: build(Noting()), monkeypatch)
+    assert found == anew(lambda: build(Noting(), lr=0.5), monkeypatch, job=True)
 
 
 def test_a_model_that_does_something_else_in_its_first_call_does_so(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,8 @@ import torch
 
 from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.state import StateTable
-from gpumux.capture.structure import map_frozen
+from gpumux.capture.structure import frozen_leaves, map_frozen
+from gpumux.capture.symbols import Evaluator, Expr, Number
 from gpumux.capture.tracer import DeviceExit, HostExit, HostResult, RawTrace, TensorResult
 from gpumux.program.ir import Arg, ScalarRef, TensorRef, View
 
@@ -151,9 +152,23 @@ def _defaults(target: str) -> Mapping[str, str]:
 # ---- the first call of a step, which may fill in variables
 
 
-def same_effects(first: RawTrace, later: RawTrace, made: Sequence[tuple[int, torch.Tensor]], table: StateTable) -> bool:
+def numbers_of(trace: RawTrace, env: Mapping[str, Number]) -> dict[int, Number] | None:
+    """The values of a trace's formulas, by their indices, for these numbers. None if a step with them takes another
+    way, or if one can't be computed."""
+    exits = [leaf for frozen in trace.optimizers for _, tree in frozen for leaf in frozen_leaves(tree)]
+    wanted = [*trace.record.scalars, *(change[4] for change in trace.groups)]
+    wanted += [each.expr for each in (*exits, *trace.results) if isinstance(each, (HostExit, HostResult))]
+    values = Evaluator(wanted, trace.guards).run(env)
+    return None if values is None else {expr.index: value for expr, value in zip(wanted, values, strict=True)}
+
+
+def same_effects(
+    first: RawTrace, later: RawTrace, made: Sequence[tuple[int, torch.Tensor]], table: StateTable,
+    numbers_then: Mapping[int, Number] | None = None,
+) -> bool:  # fmt: skip
     """Whether two traces of a step compute and draw the same, whatever they leave in Python variables. `made`:
-    constants that the first trace makes in these views, and copies of them which the later one may read instead."""
+    constants that the first trace makes in these views, and copies of them which the later one may read instead.
+    `numbers_then`: of the later trace, if it was made with other numbers than the first (numbers_of)."""
     views: dict[int, int] = {}
     read: dict[int, int] = {}
     for i, (view, copy) in enumerate(made):
@@ -165,7 +180,8 @@ def same_effects(first: RawTrace, later: RawTrace, made: Sequence[tuple[int, tor
             known = View(storage, dtype, tuple(place.size), tuple(place.stride), place.offset)
             read |= {at: i for at, one in enumerate(later.record.views) if one == known}
     numbers: dict[Any, int] = {}
-    one, other = _Effects(first, views, numbers, makes=True), _Effects(later, read, numbers, makes=False)
+    one = _Effects(first, views, numbers, None, makes=True)
+    other = _Effects(later, read, numbers, numbers_then, makes=False)
     same: bool = one.all() == other.all()
     return same
 
@@ -175,9 +191,14 @@ class _Effects:
     the operator that wrote it last, and an operator that of its target and of what it reads. So operators without an
     effect don't count, nor does the order of independent ones."""
 
-    def __init__(self, raw: RawTrace, constants: Mapping[int, int], numbers: dict[Any, int], *, makes: bool) -> None:
+    def __init__(
+        self, raw: RawTrace, constants: Mapping[int, int], numbers: dict[Any, int], values: Mapping[int, Number] | None,
+        *, makes: bool,
+    ) -> None:  # fmt: skip
         """`constants`: the number of the constant that each of these views is, once it is made if the trace `makes`
-        it. `numbers`: shared by the traces that are compared."""
+        it. `numbers`: shared by the traces that are compared. `values`: of the formulas, by default those at the
+        trace."""
+        self._values = values
         self._raw = raw
         self._record = raw.record
         self._constants = constants
@@ -206,10 +227,14 @@ class _Effects:
         def leaf(one: Any) -> Any:
             if isinstance(one, DeviceExit):
                 return view(one.view)
-            return (repr(one.expr.value), one.dtype) if isinstance(one, HostExit) else repr(one)
+            return (self._value(one.expr), one.dtype) if isinstance(one, HostExit) else repr(one)
 
         results = [
-            view(r.view) if isinstance(r, TensorResult) else repr(r.expr.value if isinstance(r, HostResult) else r)
+            view(r.view)
+            if isinstance(r, TensorResult)
+            else self._value(r.expr)
+            if isinstance(r, HostResult)
+            else repr(r)
             for r in raw.results
         ]
         state = {
@@ -220,11 +245,14 @@ class _Effects:
         optimizers = [[(key, map_frozen(tree, leaf)) for key, tree in one] for one in raw.optimizers]
         gradients = {i: view(at) for i, at in sorted(raw.gradients.items())}
         replaced, moved = ({place: view(at) for place, at in pairs} for pairs in (raw.replaced, raw.moved_data))
-        groups = [(i, j, key, k, repr(expr.value)) for i, j, key, k, expr in raw.groups]
+        groups = [(i, j, key, k, self._value(expr)) for i, j, key, k, expr in raw.groups]
         return (
             self._draws, results, raw.result_spec, raw.further, raw.on_batch, state, optimizers, gradients, replaced,
             moved, groups,
         )  # fmt: skip
+
+    def _value(self, expr: Expr) -> str:
+        return repr(expr.value if self._values is None else self._values[expr.index])
 
     def _number(self, what: Any) -> int:
         return self._numbers.setdefault(what, len(self._numbers))
@@ -243,7 +271,7 @@ class _Effects:
             if isinstance(arg, TensorRef):
                 return self._view(arg.view, met)
             if isinstance(arg, ScalarRef):
-                return repr(self._record.scalars[arg.index].value)
+                return self._value(self._record.scalars[arg.index])
             return tuple(map(value, arg)) if isinstance(arg, tuple) else repr(arg)
 
         def out(one: Any) -> Any:
