@@ -47,7 +47,6 @@ from gpumux.capture.tracer import (
     Tracer,
     ValueCheck,
     refuse_odd_tensors,
-    without_collection,
 )
 from gpumux.capture.values.comparison import (
     first_difference,
@@ -56,7 +55,7 @@ from gpumux.capture.values.comparison import (
     same_effects,
     same_for_these_numbers,
 )
-from gpumux.capture.watch.fingerprint import Change, Fingerprint, Variable
+from gpumux.capture.watch.fingerprint import Change, Fingerprint, Variable, without_collection
 from gpumux.capture.watch.lifting import MOST, Lift, Moves, Source, batch_name, by_numbers
 from gpumux.capture.watch.reuse import KeptCase, KeptTrace, held, kept_traces, key_of, may_be_kept, same_numbers
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants

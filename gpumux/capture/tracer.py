@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 import threading
@@ -366,19 +365,6 @@ class RawTrace:
 
 
 # ---- the tracer
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Inside, the cyclic garbage collector does not run. A capture makes so many objects that it would run over all
-    objects of the process several times, which takes a quarter of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 _capturing = threading.RLock()  # one trace at a time, because it replaces functions of modules
