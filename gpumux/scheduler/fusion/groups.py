@@ -17,9 +17,10 @@ time. A kind is a Program, a priority and the users that allow it (`FusionRules.
 4. *Ending*: no step is launched; when none runs, the state is unstacked and the memory given back.
 
 A group is kept while the median of its fused steps is not above the sum of its members' own medians by more than the
-noise. Otherwise the Program is never fused again for as many jobs. A group also ends when its members have waited in
-vain for longer than its fused steps save, which a member that stops, or is much slower than the others, brings about;
-they may form another one later, without a member that makes no steps.
+noise. Otherwise the Program is not fused for as many jobs for 10 times `retry_s`, and each further time for twice as
+long as before: what was measured may have been other work on the machine. A group also ends when its members have
+waited in vain for longer than its fused steps save, which a member that stops, or is much slower than the others,
+brings about; they may form another one later, without a member that makes no steps.
 
 `gpumux/daemon/fusion/jobs.py` gives it events and carries its commands out.
 
@@ -43,6 +44,8 @@ from gpumux.types import JobId, Priority, StepId
 GroupId: TypeAlias = int
 
 MEASURED_ALONE = 3  # steps that a job has run by itself before it joins a group: what the fused ones are judged by
+SLOWER_RETRIES = 10  # times `retry_s` that a group is not tried again which was slower
+MOST_DOUBLINGS = 10  # of that time, if it is slower again
 
 # ---- Settings
 
@@ -330,7 +333,8 @@ class FusionGroups:
         self._groups: dict[_Kind, _Group] = {}
         self._next: GroupId = 1
         self._retry: dict[_Kind, float] = {}  # when a kind may be tried again
-        self._slower: set[tuple[str, int]] = set()  # Programs and numbers of models that were slower fused
+        # Of Programs and numbers of models that were slower fused: how often, and until when they are not tried again.
+        self._slower: dict[tuple[str, int], tuple[int, float]] = {}
         self._refused: dict[str, str] = {}  # Programs that can't be fused, and why
         self._why: dict[_Kind, str] = {}  # why the last group of a kind ended
         self._commands: list[Command] = []
@@ -428,7 +432,9 @@ class FusionGroups:
         for member in group.members:
             self._over(member, now)
         if group.phase is _Phase.RUNNING and len(group.fused_s) == self._rules.samples and self._is_slower(group):
-            self._slower.add((group.kind.program, group.models))
+            times, _ = self._slower.get((group.kind.program, group.models), (0, now))
+            again = now + SLOWER_RETRIES * self._rules.retry_s * 2 ** min(times, MOST_DOUBLINGS)
+            self._slower[group.kind.program, group.models] = times + 1, again
             self._end(group, "it was slower fused")
 
     def _over(self, job: _FusibleJob, now: float) -> None:
@@ -630,7 +636,7 @@ class FusionGroups:
         return min(len(self._alike(kind)), self._rules.most)
 
     def _known_slower(self, kind: _Kind) -> bool:
-        return (kind.program, self._size(kind)) in self._slower
+        return self._now < self._slower.get((kind.program, self._size(kind)), (0, -inf))[1]
 
     def _until(self, group: _Group) -> float:
         if group.phase is _Phase.GATHERING:
