@@ -356,7 +356,7 @@ def test_a_group_that_is_slower_is_given_up_and_tried_again_ever_later():
         device.now = began + 9 * times * RULES.retry_s
         measured(device, "ab")
         assert kinds(device.log).count("ChargeMemory") == tried
-        assert "slower" in device.core.explain(JobId("a"))
+        assert "slower fused than one after another, and are tried again in" in device.core.explain(JobId("a"))
         for job in "ab":
             device.end(job)
         device.now = began + 11 * times * RULES.retry_s

@@ -413,7 +413,9 @@ class FusionGroups:
         if len(alike) < self._rules.least:
             return "runs by itself: no other job that may be fused with it has the same Program and steps to run"
         if self._known_slower(kind):
-            return f"runs by itself: {len(alike)} of its kind were slower fused than one after another"
+            left = self._slower[kind.program, self._size(kind)][1] - self._now
+            slower = f"{len(alike)} of its kind were slower fused than one after another"
+            return f"runs by itself: {slower}, and are tried again in {left:.0f} s"
         return f"runs by itself: {self._why.get(kind, 'its steps are being measured')}"
 
     # ---- Events
