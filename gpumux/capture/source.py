@@ -26,6 +26,7 @@ from torch import nn
 
 from gpumux.errors import DataDependent
 from gpumux.program.ir import ROOT, Label
+from gpumux.wording import listed
 
 _CONTEXTS = contextlib.__file__
 
@@ -461,27 +462,19 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
     )
 
 
-_READS = ("item", "tolist")
-_NAMED = 5
+_LOADS, _READS = ("LOAD_METHOD", "LOAD_ATTR"), ("item", "tolist")
 
 
 def _further_reads() -> str:
-    """The lines behind the one that is run, in the same function, whose code reads values: the step could go on there
-    only with values that it does not have."""
+    """Names the later lines of the running function that read values, too. They can't be found by going on: there is no
+    value to go on with."""
     frame = _frame_of_user(sys._getframe(1))
     if frame is None:
         return ""
-    lines = {
-        each.positions.lineno
-        for each in dis.get_instructions(frame.f_code)
-        if each.opname in ("LOAD_METHOD", "LOAD_ATTR") and each.argval in _READS and each.positions is not None
-    }
-    found = [str(line) for line in sorted(line for line in lines if line is not None and line > frame.f_lineno)]
-    if not found:
-        return ""
-    named = found[:_NAMED] if len(found) <= _NAMED else [*found[:_NAMED], f"{len(found) - _NAMED} more"]
-    text = " and ".join([part for part in (", ".join(named[:-1]), named[-1]) if part])
-    return f"; line{'s' * (len(found) > 1)} {text} there may, too"
+    reads = [each for each in dis.get_instructions(frame.f_code) if each.opname in _LOADS and each.argval in _READS]
+    lines = {each.positions.lineno or 0 for each in reads if each.positions is not None}
+    later = [str(line) for line in sorted(lines) if line > frame.f_lineno]
+    return f"; line{'s' * (len(later) > 1)} {listed(later, 5)} there may, too" if later else ""
 
 
 _ACTS = re.compile(r"\.step\(.*(\.item\(\)|\bint\()|\bactions?\.(item|tolist)\(|sample\(.*\.item\(")

@@ -164,7 +164,6 @@ def test_equal_code_is_traced_once(traces: list[str]):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_real_model_is_traced_once(name: str, traces: list[str]):
     """Libraries as large as transformers reach far more than the models of the other tests."""
-
     first, second = real_model(name, "tiny"), real_model(name, "tiny")
     ran = programs((first.step, first.model, first.optimizer), first.batch(0))
     assert traces

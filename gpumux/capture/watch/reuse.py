@@ -56,7 +56,7 @@ _THEMSELVES = (
     staticmethod, types.EllipsisType, types.NotImplementedType, types.UnionType, types.GenericAlias, dataclasses.Field,
 )  # fmt: skip
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-# The namespaces of torch whose functions scripts replace, besides those of the optimizers.
+# The namespaces of torch in which scripts replace functions, besides those of the optimizers.
 _OF_TORCH = (torch, torch.Tensor, torch.nn.functional, torch.nn.utils, torch.autograd, torch.linalg)
 # Code that has one of these names may read any attribute; code that has one of the others, or a function of that name,
 # may read more than Python objects.

@@ -40,11 +40,12 @@ from typing import NamedTuple, TypeAlias
 
 from gpumux.errors import ConfigError
 from gpumux.types import JobId, Priority, StepId
+from gpumux.wording import age
 
 GroupId: TypeAlias = int
 
 MEASURED_ALONE = 3  # steps that a job has run by itself before it joins a group: what the fused ones are judged by
-SLOWER_RETRIES = 10  # times `retry_s` that a group is not tried again which was slower
+SLOWER_RETRIES = 10  # times `retry_s`: how long a group that was slower is not tried again
 MOST_DOUBLINGS = 10  # of that time, if it is slower again
 
 # ---- Settings
@@ -413,9 +414,8 @@ class FusionGroups:
         if len(alike) < self._rules.least:
             return "runs by itself: no other job that may be fused with it has the same Program and steps to run"
         if self._known_slower(kind):
-            left = self._slower[kind.program, self._size(kind)][1] - self._now
             slower = f"{len(alike)} of its kind were slower fused than one after another"
-            return f"runs by itself: {slower}, and are tried again in {left:.0f} s"
+            return f"runs by itself: {slower}, and are tried again in {age(self._slower_until(kind) - self._now)}"
         return f"runs by itself: {self._why.get(kind, 'its steps are being measured')}"
 
     # ---- Events
@@ -434,9 +434,9 @@ class FusionGroups:
         for member in group.members:
             self._over(member, now)
         if group.phase is _Phase.RUNNING and len(group.fused_s) == self._rules.samples and self._is_slower(group):
-            times, _ = self._slower.get((group.kind.program, group.models), (0, now))
-            again = now + SLOWER_RETRIES * self._rules.retry_s * 2 ** min(times, MOST_DOUBLINGS)
-            self._slower[group.kind.program, group.models] = times + 1, again
+            key = group.kind.program, group.models
+            times, _ = self._slower.get(key, (0, -inf))
+            self._slower[key] = times + 1, now + SLOWER_RETRIES * self._rules.retry_s * 2 ** min(times, MOST_DOUBLINGS)
             self._end(group, "it was slower fused")
 
     def _over(self, job: _FusibleJob, now: float) -> None:
@@ -638,7 +638,11 @@ class FusionGroups:
         return min(len(self._alike(kind)), self._rules.most)
 
     def _known_slower(self, kind: _Kind) -> bool:
-        return self._now < self._slower.get((kind.program, self._size(kind)), (0, -inf))[1]
+        return self._now < self._slower_until(kind)
+
+    def _slower_until(self, kind: _Kind) -> float:
+        """When a kind that was slower fused may be tried again; -inf: it was not."""
+        return self._slower.get((kind.program, self._size(kind)), (0, -inf))[1]
 
     def _until(self, group: _Group) -> float:
         if group.phase is _Phase.GATHERING:

@@ -85,8 +85,7 @@ def _pair(high: HighCosts, key: LowKey, low: LowCosts) -> PairSlowdown:
 # ---- As plain data, to be kept.
 #
 # Lists of numbers in the order of the fields below. A later version of gpumux that measures something else gives its
-# data another VERSION: what an earlier one kept is then not taken up. What reads the
-# file finds out whether it is damaged.
+# data another VERSION: what an earlier one kept is then not taken up. Damage of the file is found where it is read.
 
 VERSION: Final = 3
 MOST_KEPT: Final = 16  # low programs and shares of each high program: those launched last
