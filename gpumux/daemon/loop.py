@@ -4,8 +4,8 @@
 
 Device events go first: a completed piece frees room for the next one, and no client message is as urgent. The scheduler
 handles every event as soon as it exists, and its commands are carried out before the next event, so the scheduler's
-state never runs ahead of what was done. One turn takes a bounded number of messages (wire/limits.py), so a flood delays
-a completion by no more than that.
+state never runs ahead of what was done. One turn takes one message of each socket and channel, so a flood delays a
+completion by no more than that.
 
 Everything here runs on one thread. Only `wake`, `stop`, `call_soon` and `explain` may be called from other threads (the
 first three also from signal handlers). An exception that no handler expects is a bug: it ends the job or the session

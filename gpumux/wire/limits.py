@@ -22,6 +22,5 @@ class Limits:
     max_sessions_per_user: int = 128
     heartbeat_s: float = 2.0
     lease_s: float = 10.0
-    messages_per_poll: int = 4  # receive() returns after so many messages of a socket: a third of a millisecond of work
     send_queue: int = 1000  # messages waiting for one client; a client that lets it fill is dropped
     receive_queue: int = 100  # messages of one client waiting in the daemon before it must wait

@@ -296,7 +296,7 @@ class Router:
         )  # messages outside any session
         self._arrivals: list[Arrival] = []
         self._passes = 0
-        self._behind = False  # the last receive() stopped before the sockets were empty
+        self._behind = False  # the last receive() left messages in the sockets
         self._next_check = float("-inf")
         self._by_fd: dict[int, RouterSession] = {}  # sessions with an open channel, by its descriptor
         self.sockets = Sockets(endpoints, runtime_dir, self.limits, curve, first_for_all=grants is not None)
@@ -317,14 +317,14 @@ class Router:
         return self.sockets.fds()
 
     def receive(self, now: float) -> list[Arrival]:
-        """Receive a bounded number of messages, of all clients in turn. Never waits."""
+        """Receive at most one message of each socket and channel, of all clients in turn. Never waits."""
         self.sockets.touched = True
         if self.sockets.gatekeeper is not None:
             self.sockets.gatekeeper.process()
-        self._behind = False
         self._hear_channels(self.sockets.epoll.poll(0, CHANNELS_A_PASS), now)
         for index, listening in enumerate(self.sockets.listening):
-            self._drain(index, listening, now)
+            self._receive_from(index, listening, now)
+        self._behind = self.sockets.unread()
         self._passes += 1
         if not self._arrivals or self._passes % _ACCEPT_EVERY == 0:
             for session, connection in self.sockets.channels.process(now):
@@ -411,30 +411,29 @@ class Router:
 
     # ---- receiving -------------------------------------------------------------------------------
 
-    def _drain(self, index: int, listening: Listening, now: float) -> None:
+    def _receive_from(self, index: int, listening: Listening, now: float) -> None:
+        """Receive one message of a socket, if there is one. libzmq takes from its connections in turn."""
         sock = listening.socket
+        if not int(sock.getsockopt(zmq.EVENTS)) & _POLLIN:  # cheaper than an exception
+            return
         over_ipc = listening.endpoint.is_ipc
-        for _ in range(self.limits.messages_per_poll):
-            if not int(sock.getsockopt(zmq.EVENTS)) & _POLLIN:  # cheaper than an exception
-                return
-            identity = sock.recv(zmq.NOBLOCK)
-            first = sock.recv(copy=False)
-            parts = [first.bytes]
-            if first.more:
-                parts += sock.recv_multipart()
-            name = peer_name(first, over_ipc)
-            route = (index, identity)
-            session = self._routes.get(route)
-            if session is not None and session.name != name:
-                # The connection of this session is gone, and another process took its routing id.
-                self.counters["impostor"] += 1
-                self._end(session.id, "another process took the connection's name")
-                session = None
-            if session is None:
-                self._from_no_session(route, name, over_ipc, first, parts, now)
-            else:
-                self._from_session(session, first, parts, now)
-        self._behind = True
+        identity = sock.recv(zmq.NOBLOCK)
+        first = sock.recv(copy=False)
+        parts = [first.bytes]
+        if first.more:
+            parts += sock.recv_multipart()
+        name = peer_name(first, over_ipc)
+        route = (index, identity)
+        session = self._routes.get(route)
+        if session is not None and session.name != name:
+            # The connection of this session is gone, and another process took its routing id.
+            self.counters["impostor"] += 1
+            self._end(session.id, "another process took the connection's name")
+            session = None
+        if session is None:
+            self._from_no_session(route, name, over_ipc, first, parts, now)
+        else:
+            self._from_session(session, first, parts, now)
 
     def _from_session(self, session: RouterSession, first: zmq.Frame, parts: list[bytes], now: float) -> None:
         while session.channel is not None and self._hear_channel(session, now):

@@ -50,7 +50,7 @@ BOUNDS: dict[str, tuple[str, float]] = {
     "daemon/snapshots/requests.py SnapshotRestorer._reads": ("reads of a user", snapshots.MAX_READS),
     "daemon/snapshots/requests.py SnapshotRequests._finds": ("FindKept of a session", snapshots.MAX_FINDS),
     "daemon/snapshots/writer.py WriterClient._waiting": ("a save of a job, finds of a session", snapshots.MAX_FINDS),
-    "wire/router.py Router._arrivals": ("messages of a pass", Limits().messages_per_poll),
+    "wire/router.py Router._arrivals": ("messages of a pass", wire.CHANNELS_A_PASS),
     "wire/router.py RouterSession.unsent": ("messages for a session", Limits().send_queue),
     "wire/channel.py ClientChannel._unsent": ("the client's own", 0),
     "wire/channel.py DaemonChannel._parts": ("bytes of a message", Limits().max_control_bytes),

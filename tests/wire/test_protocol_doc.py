@@ -78,7 +78,6 @@ def test_the_limits_are_the_defaults():
         f"`heartbeat_s` is {limits.heartbeat_s:g} and `lease_s` {limits.lease_s:g}",
         f"| {limits.max_sessions:,}; {limits.max_sessions_per_user} |",
         f"| {limits.send_queue:,} |",
-        f"| {limits.messages_per_poll}, clients in turn |",
         f"At most {channel.MAX_PENDING} connections in all, {channel.MAX_PENDING_PER_USER} of a user",
         f"for {channel.PENDING_S:g} seconds at most.",
         f"at most {router.MAX_DESCRIPTORS} descriptors",
