@@ -7,8 +7,9 @@ windows   A job of high priority takes a step every few milliseconds. Windows wi
 kills     Four training jobs run while one process after another gets SIGKILL: the daemon, its fork server, its writer
           of snapshots, processes of jobs, processes that check Programs, clients that attack.
 
-Run by root, the attackers are users of their own; with --trusted, or run by another user, they are this one, of whom a
-daemon checks as many Programs as come: 10^5 of them in a quarter of an hour, in place of an hour and a half.
+Run by root, the attackers are users of their own, otherwise this one. With --trusted it is this one that sends
+Programs: of the daemon's user it checks as many as come, so 10^5 take a quarter of an hour in place of an hour and a
+half.
 """
 
 from __future__ import annotations
@@ -55,25 +56,22 @@ class Attackers:
     directory: Path
     seed: int
     cores: set[int]
-    trusted: bool = False  # of the daemon's user, whose checks of Programs are not bounded
+    trusted: bool = False  # the daemon's own user sends Programs, of whom it checks as many as come
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         path = self.directory / "attackers"
         self.counters = SharedCounters.create(path, 1 + len(KINDS), FIELDS)
-        if self._own_users:
+        if os.geteuid() == 0:
             path.chmod(0o666)
             self.directory.chmod(0o711)
         self._lives = 0
         self.processes = [self._start(n) for n in range(len(KINDS))]
 
-    @property
-    def _own_users(self) -> bool:
-        return os.geteuid() == 0 and not self.trusted
-
     def _start(self, n: int) -> subprocess.Popen[bytes]:
         self._lives += 1
-        uid = USERS[n] if self._own_users else 0
+        own = self.trusted and KINDS[n] == "programs"
+        uid = USERS[n] if os.geteuid() == 0 and not own else 0
         command = [sys.executable, "-m", "microbench.soaking.attackers", self.endpoint, KINDS[n]]
         command += [str(1000 * self.seed + self._lives), str(uid), str(self.counters.path)]
         command += [str(self.counters.slots), str(n + 1), self.victim]
@@ -319,7 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--least", type=int, default=5, help="windows with attackers, at least")
     parser.add_argument("--kills", type=int, default=1000, help="processes to kill afterwards")
     parser.add_argument("--turns", type=int, default=8, help="of the jobs' loops between two kills, at most")
-    parser.add_argument("--trusted", action="store_true", help="attackers of the windows are the daemon's own user")
+    parser.add_argument("--trusted", action="store_true", help="the daemon's own user sends the Programs")
     parser.add_argument("--seed", type=int, default=0, help="of messages, Programs, jobs and moments")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

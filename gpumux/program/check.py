@@ -231,7 +231,9 @@ def _bag_weights_backward(grad: Any, weight: Any, indices: Any, offsets: Any, ba
         raise ValueError(f"bags of {bags.numel()} indices, where there are {indices.numel()}")
 
 
-def _bag_backward(grad: Any, indices: Any, bags: Any, sizes: Any, *rest: Any) -> None:
+def _bag_backward(grad: Any, indices: Any, bags: Any, sizes: Any, largest: Any, weights: int, *rest: Any) -> None:
+    if weights < 1 and indices.numel():
+        raise ValueError(f"indices into {weights} weights")
     _agree("indices and the bags that they are in", indices.shape, bags.shape)
     _agree("bags", grad.shape[:1], sizes.shape)
 

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from hashlib import blake2b
 from random import Random
 from typing import Any
+from unittest import mock
 
+from gpumux import hostmemory
 from gpumux.config import Config
 from gpumux.types import Fault
 from gpumux.wire import messages as msg
@@ -21,6 +23,7 @@ LONGEST_S = 900.0  # of virtual time: a history that takes longer is stuck
 TICK_S = 0.25
 CHECK_EVERY = 8  # turns of the daemon between two checks of the scheduler's invariants, half of the time otherwise
 LEASE_S = 3.0
+FREE_BYTES = 1 << 36  # of the machine's memory
 MOST_OPERATIONS = (
     8  # on the disk for a snapshot: two directories made and forced, a file forced, named, an old one deleted
 )
@@ -63,6 +66,10 @@ class World:
 
     def run(self) -> str:
         """Run the history to its end. Returns a digest of all that was said. Raises AssertionError."""
+        with mock.patch.object(hostmemory, "free_bytes", return_value=FREE_BYTES):  # what this machine has is no part
+            return self._run()
+
+    def _run(self) -> str:
         try:
             self._populate()
             self._tick()

@@ -246,6 +246,17 @@ def test_a_scale_of_antialiased_resizing_that_comes_with_each_step_is_refused():
         rule([image, (16, 16), False, ScalarRef(0), 2.0])
 
 
+def test_indices_into_no_weights_are_refused():
+    """The bound of each index is one less than the number of weights; the kernel looks at neither."""
+    func = aten._embedding_bag_dense_backward.default
+    bags = (i(0, 0, 1, 1), i(2, 2), i())
+    for weights, taken in ((9, True), (0, False), (-1, False)):
+        args = (r(2, 4), i(0, 1, 2, 1), *bags, weights, False, 0, None)
+        assert accepted(func, *tree_flatten((args, {}))) == taken, weights
+    empty = (r(2, 4), i(), i(), i(0, 0), i(), 0, False, 0, None)
+    assert accepted(func, *tree_flatten((empty, {})))
+
+
 @pytest.mark.parametrize("dims", [2, 3])
 def test_the_output_size_of_fractional_pooling_is_the_gradients(dims: int):
     rule = validate._RULES[f"aten.fractional_max_pool{dims}d_backward.default"]

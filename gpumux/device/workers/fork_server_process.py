@@ -222,8 +222,8 @@ def fuse_program(settings: dict[str, Any], fds: list[int]) -> None:
 
 # ---- Huge pages. A fork copies an entry of the page table for every page of private memory, and the end of the child
 # frees them again: with torch imported that is 57,000 pages of 4 KiB, 4 ms for the fork and 5 ms for the end, in the
-# kernel, which a job's step may have to wait for. In pages of 2 MiB it is 1 ms and 0.7 ms (microbench.forks). A child that
-# writes to such a page copies 4 KiB of it, as before.
+# kernel, which a job's step may have to wait for. In pages of 2 MiB it is 1 ms and 0.7 ms (microbench.forks). A child
+# that writes to such a page copies 4 KiB of it, as before.
 
 
 def collapsing(maps: Iterable[str] | None = None) -> Iterator[bool]:
