@@ -378,7 +378,7 @@ class Config:
         low=1, high=1024,
     )  # fmt: skip
     fuse_wait_s: float = _setting(
-        0.005, "how long a step of a job in a group waits for the others' steps, before it runs by itself",
+        0.02, "how long a step of a job in a group waits for the others' steps, before it runs by itself",
         table="fusion", low=0.0, high=60,
     )  # fmt: skip
     fuse_gather_s: float = _setting(

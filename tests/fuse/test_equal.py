@@ -335,10 +335,10 @@ def test_steps_of_four_jobs_run_as_one_and_each_learns_what_it_would_alone():
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("seed", [7, 17, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(20, 40))])
+@pytest.mark.parametrize("seed", [7, 12, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(20, 40))])
 def test_members_that_straggle_or_are_wanted_elsewhere_change_nothing(seed: int):
     executor = History(seed).run()
-    if seed in (7, 17):
+    if seed in (7, 12):
         assert any(isinstance(c, fg.RunAlone) and c.group is not None for c in executor.log), "on its part of the state"
     check_equivalent(executor, JOBS)
     check_replay(executor)

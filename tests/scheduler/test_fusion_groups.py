@@ -27,7 +27,8 @@ class Device:
     users: dict[str, int] = field(default_factory=dict)
     priorities: dict[str, Priority] = field(default_factory=dict)
     waiting: dict[str, list[tuple[int, str, float]]] = field(default_factory=dict)  # steps not launched, by job
-    running: dict[str, int | None] = field(default_factory=dict)  # what is launched: None by itself, or its group
+    # What is launched of each job, the first to end first: None by itself, or its group.
+    running: dict[str, list[int | None]] = field(default_factory=dict)
     stacked: dict[str, int] = field(default_factory=dict)  # where a job's state is, if not in its own place
     groups: dict[int, tuple[str, int]] = field(default_factory=dict)  # Program and models of each that holds memory
     built: set[int] = field(default_factory=set)
@@ -79,16 +80,18 @@ class Device:
                 assert self.stacked.pop(job) == group
             case fg.ReleaseMemory(group):
                 assert group not in self.stacked.values(), "no state is lost"
-                assert group not in self.running.values()
+                assert not any(group in launched for launched in self.running.values())
                 del self.groups[group]
 
     def _launch(self, job: str, step: int, how: int | None) -> str:
-        assert job not in self.running
+        launched = self.running.setdefault(job, [])
+        assert launched in ([], [how]), "only another fused step of its group is launched ahead"
+        assert how is not None or not launched
         first, program, ready = self.waiting[job].pop(0)
         assert step == first, "steps run once, in order"
         # a group that ends waits for the steps under way; else a step waits no longer than it may
-        assert self.now - ready <= WAIT + 1e-9 or job in self.unstacked
-        self.running[job] = how
+        assert self.now - ready <= WAIT + 1e-9 or job in self.unstacked or launched
+        launched.append(how)
         return program
 
     # ---- what happens
@@ -103,12 +106,14 @@ class Device:
         return self.give(fg.StepReady(JobId(job), StepId(self.steps), program))
 
     def end(self, job: str, seconds: float = 0.001) -> list[fg.Command]:
-        """End what runs of a job: with a fused step, all of it."""
-        group = self.running[job]
-        over = [job] if group is None else [j for j, g in self.running.items() if g == group]
+        """End the first launch of a job: a fused one for all of its group."""
+        group = self.running[job][0]
+        over = [job] if group is None else [j for j, launched in self.running.items() if group in launched]
         for each in over:
-            del self.running[each]
-            self.ready_now(each)
+            self.running[each].remove(group)
+            if not self.running[each]:
+                del self.running[each]
+                self.ready_now(each)
         return self.give(fg.AloneEnded(JobId(job), seconds) if group is None else fg.FusedEnded(group, seconds))
 
     def ready_now(self, job: str) -> None:
@@ -119,7 +124,7 @@ class Device:
     def close(self, job: str) -> list[fg.Command]:
         del self.waiting[job], self.users[job]
         self.stacked.pop(job, None)
-        if self.running.get(job, 0) is None:
+        if self.running.get(job) == [None]:
             del self.running[job]
         return self.give(fg.FusibleJobClosed(JobId(job)))
 
@@ -209,6 +214,31 @@ def test_memory_is_charged_before_a_program_is_built_and_state_moves_only_when_a
     assert "equivalent" in device.core.explain(JobId("a"))
 
 
+def test_the_next_fused_step_is_launched_while_one_runs_and_no_third():
+    device, _ = fused("ab")
+    assert device.step("a") == []
+    assert kinds(device.step("b")) == ["RunFused"]
+    for job in "ab":
+        assert device.step(job) == []
+    assert kinds(device.end("a")) == ["RunFused"]
+    device.step("a")
+    device.advance(10 * WAIT)
+    assert len(device.running["a"]) == fg.AHEAD, "nothing waits for b's step while fused ones run"
+    device.end("a")
+    assert device.end("a") == [], "the wait begins when none runs"
+    device.now += WAIT
+    assert kinds(device.give(fg.WaitOver())) == ["RunAlone"]
+
+
+def test_the_first_fused_steps_of_a_group_count_for_nothing():
+    device, _ = fused("ab")
+    for n in range(fg.COLD + RULES.samples + 1):
+        device.end("a", 1.0 if n < fg.COLD else 0.001)
+        for job in "ab":
+            device.step(job)
+    assert device.core.group_of(JobId("a"))
+
+
 def test_a_straggler_costs_the_others_at_most_the_wait():
     device, group = fused()
     device.end("a")
@@ -242,7 +272,7 @@ def test_a_member_that_stops_is_waited_for_no_longer_than_fusing_saves():
     assert waits >= RULES.samples
     for job in "ab":
         device.step(job)
-        assert device.running[job] is None, "at once"
+        assert device.running[job] == [None], "at once"
         device.end(job)
     device.now += RULES.retry_s
     for _ in range(3):

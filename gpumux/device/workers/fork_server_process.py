@@ -61,7 +61,7 @@ from gpumux.program.ir import Op, Program, ProgramLimits, Storage, TensorRef, Vi
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 MOST_READS = 5  # of a pipe, to have read what it held
-QUIET_MS = 1000  # without a request, before the fork server's memory is put into huge pages
+QUIET_MS = 2000  # without a request, before the fork server's memory is put into huge pages
 _OOM_SCORE = 500  # the kernel takes these processes before the daemon
 HUGE_PAGE_BYTES = 2 << 20  # on x86-64, and on arm64 with pages of 4 KiB
 _MADV_COLLAPSE = 25  # Linux 6.1
@@ -221,8 +221,8 @@ def fuse_program(settings: dict[str, Any], fds: list[int]) -> None:
 
 
 # ---- Huge pages. A fork copies an entry of the page table for every page of private memory, and the end of the child
-# frees them again: with torch imported that is 57,000 pages of 4 KiB, 4 ms for the fork and 5 ms for the end, in the
-# kernel, which a job's step may have to wait for. In pages of 2 MiB it is 1 ms and 0.7 ms (microbench.forks). A child
+# frees them again: with torch imported that is 57,000 pages of 4 KiB, 3 to 4 ms for the fork and for the end, in the
+# kernel, which a job's step may have to wait for. In pages of 2 MiB it is 1 ms in all (microbench.forks). A child
 # that writes to such a page copies 4 KiB of it, as before.
 
 

@@ -12,8 +12,9 @@ time. A kind is a Program, a priority and the users that allow it (`FusionRules.
    The jobs run alone meanwhile.
 2. *Gathering*: each job is held at its next border until all are there. They give up `gather_s` after the first was
    held.
-3. *Running*: a fused step is launched when all members have one. `wait_s` after the first of them had one, those that
-   have one run alone, each on its own part of the stacked state.
+3. *Running*: a fused step is launched when all members have one, and the next one while it runs, so that the device
+   need not wait for the members' answers. When none runs, `wait_s` after the first of them had a step, those that have
+   one run alone, each on its own part of the stacked state.
 4. *Ending*: no step is launched; when none runs, the state is unstacked and the memory given back.
 
 A group is kept while the median of its fused steps is not above the sum of its members' own medians by more than the
@@ -45,6 +46,8 @@ from gpumux.wording import age
 GroupId: TypeAlias = int
 
 MEASURED_ALONE = 3  # steps that a job has run by itself before it joins a group: what the fused ones are judged by
+COLD = 3  # first fused steps of a group, by which it is not judged: their memory is touched for the first time
+AHEAD = 2  # fused steps of a group that are launched and have not ended
 SLOWER_RETRIES = 10  # times `retry_s`: how long a group that was slower is not tried again
 MOST_DOUBLINGS = 10  # of that time, if it is slower again
 
@@ -60,7 +63,7 @@ class FusionRules:
     `samples`: fused steps that it is judged by. `agreed`: sets of user ids that allow their jobs to be fused with each
     other's; a user that is in none of them shares with no other. Raises ConfigError for values that can't be."""
 
-    wait_s: float = 0.005
+    wait_s: float = 0.02
     gather_s: float = 0.1
     settle_s: float = 1.0
     retry_s: float = 10.0
@@ -319,7 +322,8 @@ class _Group:
     phase: _Phase = _Phase.CHARGING
     members: list[_FusibleJob] = field(default_factory=list)  # while gathering: those held so far
     fused_s: deque[float] = field(default_factory=deque)
-    running: bool = False  # a fused step
+    running: int = 0  # fused steps
+    cold: int = COLD  # fused steps that are not counted yet
     patience: float = 0.0  # seconds that members may still wait in vain; fused steps that save some restore it
     until: float = inf  # when gathering is given up
 
@@ -427,12 +431,17 @@ class FusionGroups:
 
     def _fused_ended(self, group: _Group, seconds: float, now: float) -> None:
         assert group.running
-        group.running = False
+        group.running -= 1
+        for member in group.members:
+            member.active = now
+            if not group.running:
+                self._over(member, now)
+        if group.cold:
+            group.cold -= 1
+            return
         group.fused_s.append(seconds)
         saved = sum(median(member.alone_s) for member in group.members if member.alone_s) - seconds
         group.patience = min(self._patience, group.patience + max(0.0, saved))
-        for member in group.members:
-            self._over(member, now)
         if group.phase is _Phase.RUNNING and len(group.fused_s) == self._rules.samples and self._is_slower(group):
             key = group.kind.program, group.models
             times, _ = self._slower.get(key, (0, -inf))
@@ -553,7 +562,7 @@ class FusionGroups:
                 self._run_alone(job)
 
     def _run(self, group: _Group, now: float) -> None:
-        ready = [member for member in group.members if member.ready]
+        ready = [member for member in group.members if member.pending and member.running is not _Running.ALONE]
         if any(member.pending[0].program != group.kind.program for member in ready):
             self._end(group, "a member runs another Program")
             return
@@ -561,13 +570,14 @@ class FusionGroups:
         if newcomers and now >= self._retry[group.kind] and not self._known_slower(group.kind):
             self._end(group, "more jobs of its kind came")
             return
-        if len(ready) == len(group.members):
+        if len(ready) == len(group.members) and group.running < AHEAD:
             steps = [(member.job, member.pending.popleft().step) for member in ready]
             for member in ready:
                 member.running = _Running.FUSED
-            group.running = True
+            group.running += 1
             self._commands.append(RunFused(group.group, tuple(steps)))
-        elif ready and now >= self._until(group):
+            self._run(group, now)
+        elif ready and not group.running and now >= self._until(group):
             for member in ready:
                 self._run_alone(member)
             group.patience -= self._rules.wait_s

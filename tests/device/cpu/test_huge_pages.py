@@ -89,7 +89,7 @@ class Requests:
             raise EOFError from None
 
 
-def test_it_is_done_when_nothing_was_asked_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_done_when_nothing_was_asked_for_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pair()
     with ours, theirs:
         server = ForkServerProcess(Channel(theirs))
@@ -103,7 +103,7 @@ def test_it_is_done_when_nothing_was_asked_for_a_second(monkeypatch: pytest.Monk
         with pytest.raises(EOFError):
             server.serve()
         assert list(left) == []
-        # A second; at once while nothing comes; a second again; when all is done, for ever.
-        assert poller.waits == [1000, 1000, 0, 0, 1000, 0, None, None]
+        # Two seconds; at once while nothing comes; two again; when all is done, for ever.
+        assert poller.waits == [2000, 2000, 0, 0, 2000, 0, None, None]
         for fd in (server._changed, server._changes):
             os.close(fd)
