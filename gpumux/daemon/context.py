@@ -127,10 +127,12 @@ class CheckQueue:
 
     A check runs for seconds, and for minutes if a client means harm. So no user gets all places: a place is free, or
     soon free, for the next user. A Program that is refused at once still costs a fork, which holds a core for
-    milliseconds, so each user has so many checked in a while; those that are too early wait.
+    milliseconds, so each user has so many checked in a while; those that are too early wait. `failed` is called with
+    the job for whose Program the device raised: that is a bug.
     """
 
     def __init__(self, device: Device, at_once: int, clock: Callable[[], float]) -> None:
+        self.failed: Callable[[JobId, Exception], None] = _raise
         self._device = device
         self._clock = clock
         self._meters = UserMeters(lambda uid, now: Meter(CHECKED_PER_S, CHECKED_AT_ONCE, now))
@@ -168,12 +170,20 @@ class CheckQueue:
                 break
             uid, (job, program) = found
             self._running[job, program.id] = uid
-            self._device.check(job, program.id, program.encoded, uid)
+            try:
+                self._device.check(job, program.id, program.encoded, uid)
+            except Exception as error:  # noqa: BLE001 - whoever calls this may be another job
+                self.failed(job, error)
         self.due = now + 0.5 / CHECKED_PER_S if self._waiting.items else inf  # often enough for any user's next
         self._meters.tidy(now)
 
     def _has_place(self, uid: int) -> bool:
         return sum(other == uid for other in self._running.values()) < self._share
+
+
+def _raise(job: JobId, error: Exception) -> None:
+    """The default of `CheckQueue.failed`."""
+    raise error
 
 
 MAX_WAITING = 16  # unanswered questions of one session

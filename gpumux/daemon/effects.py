@@ -183,6 +183,8 @@ class CommandRunner:
             log.log(level, "job %s: ended (%s): %s", job.short, fault.code, fault.message)
         else:
             log.info("job %s: closed", job.short)
+        if fault.code:
+            job.session.ended(c.job, fault)
         self._refuse_waiting(job, fault)
         self._context.reply(job.session, msg.JobEnded(c.job, fault.code, fault.message, fault.remedy))
 

@@ -2,12 +2,14 @@
 
     about one job               the job ends (`internal`), its snapshots are kept, and its client may recover it
     about a message of no job   its session ends
+    about the wire              the session ends that was looked after
     about a report              the report is left out
     about none of them, or if   all jobs of the device end in the same way
     ending one did not help
 
 Each is counted (gpumux_inconsistencies_total), logged, and written to crash.log with the job's history. The daemon ends
-only if all jobs had to end twice within DEVICE_AGAIN_S: then starting anew is the better remedy.
+only if all jobs had to end twice within DEVICE_AGAIN_S, or the wire failed twice and no session was to blame: then
+starting anew is the better remedy.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from gpumux.daemon.records import JobRecord, SessionRecord
 from gpumux.errors import DaemonGone, DeviceLost, InternalError
 from gpumux.scheduler.events import Command
 from gpumux.scheduler.scheduler import Scheduler
-from gpumux.types import Fault, JobDied, JobId
+from gpumux.types import Fault, JobDied, JobId, SessionId
 
 MAX_REPORTS = 100  # of one daemon, in crash.log
 STORY_LINES = 60  # newest lines of a job's history in a report
@@ -63,7 +65,7 @@ class Inconsistencies:
         self._context = context
         self._reports = reports
         self._handle = handle
-        self._device_at = float("-inf")
+        self._device_at = self._wire_at = float("-inf")
 
     @property
     def _scheduler(self) -> Scheduler:
@@ -121,10 +123,28 @@ class Inconsistencies:
             return self.about(job.id, error, now)
         if isinstance(error, DeviceLost):
             raise error
-        self._report("session", f"session {session.id} of uid {session.peer.uid} ends", error, None)
-        gone = DaemonGone("the daemon failed at a message of this session", "connect again")
-        self._context.router.close_session(session.id, gone)
+        self.in_session(session.id, error)
         return []
+
+    def in_session(self, session: SessionId, error: Exception) -> None:
+        """Something about this session raised: end it."""
+        record = self._context.records.sessions.get(session)
+        whose = f" of uid {record.peer.uid}" if record is not None else ""
+        self._report("session", f"session {session}{whose} ends", error, None)
+        gone = DaemonGone("the daemon failed at a message of this session", "connect again")
+        self._context.router.close_session(session, gone)
+
+    def in_router(self, error: Exception, now: float) -> None:
+        """The router raised. Raises `error` if no session was to blame, here and a short time before: it would raise
+        again and again."""
+        session = self._context.router.at
+        if session is not None:
+            self.in_session(session, error)
+            return
+        if now - self._wire_at < DEVICE_AGAIN_S:
+            raise error
+        self._wire_at = now
+        self._report("report", "what has just arrived is left out", error, None)
 
     def in_report(self, what: str, error: Exception) -> None:
         """A report for operators could not be made."""

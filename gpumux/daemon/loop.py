@@ -195,9 +195,12 @@ class Loop:
         self.fusion = JobFusion(
             self.context,
             fusion_rules or rules_of(config),
-            lambda command: self._commands.handlers[type(command)](command),
-            clock,
+            carry_out=lambda command: self._commands.handlers[type(command)](command),
+            clock=clock,
+            failed=self._job_failed,
         )
+        self._checks.failed = self._job_failed
+        router.failed = partial(self._bugs.in_report, "a message of no session")
         self._completions = Completions(self.context, self.fusion)
         self._answering = device if isinstance(device, Answering) else None
         self._latest = -inf  # the newest time that the scheduler was given
@@ -269,13 +272,9 @@ class Loop:
         if "device" in ready:
             self._complete(self._device.poll, now)
         if channels:
-            for arrival in self._router.receive_channels(channels, now):
-                self._arrived(arrival, now)
-                self._settle(now)
+            self._hear(partial(self._router.receive_channels, channels), now)
         if "clients" in ready:
-            for arrival in self._router.receive(now):
-                self._arrived(arrival, now)
-                self._settle(now)
+            self._hear(self._router.receive, now)
             self._router_due = self._router.next_deadline(now)
         if "snapshots" in ready:
             try:
@@ -291,13 +290,12 @@ class Loop:
             self._settle(now)
         if self._checks.due <= now:
             self._checks.start()
+            self._settle(now)
         if "wakeup" in ready or now >= self._alarm:
             self._run_timers(now)
             self._settle(now)
         if now >= self._router_due or self._router.has_news:
-            for arrival in self._router.expire(now):
-                self._arrived(arrival, now)
-                self._settle(now)
+            self._hear(self._router.expire, now)
             self._router_due = self._router.next_deadline(now)
         self._turned = self._clock()
         self._metrics.tally.busy_s += self._turned - now
@@ -306,15 +304,15 @@ class Loop:
         """Run timers and calls queued by other threads. Called on a wake-up or when a deadline has passed."""
         self._offload.collect()
         while self._calls:
-            self._calls.popleft()()
+            self._surely("what another thread asked for", self._calls.popleft())
         if self._commands.wake_at is not None and now >= self._commands.wake_at:
             self._commands.wake_at = None
             self.context.feed(ev.Tick())
         if self.fusion.active and now >= self.fusion.due:
             self.fusion.tick()
         if now >= self._tracing.due:
-            self._tracing.finish()
-        self._snapshot_requests.run_timers(now)
+            self._surely("the end of a recording", self._tracing.finish)
+        self._surely("looking after snapshots", partial(self._snapshot_requests.run_timers, now))
         self._make_reports(now)
         if self._stop_reason is not None and self._leave_by == inf and self._snapshot_requests.may_leave(now):
             self._leave(self._stop_reason, now)
@@ -322,13 +320,17 @@ class Loop:
             self._next_call = now + self._every_s
             self._on_time()
 
+    def _surely(self, what: str, do: Callable[[], object]) -> None:
+        """Do something on which no job hangs: a bug in it ends nothing."""
+        try:
+            do()
+        except Exception as error:  # noqa: BLE001
+            self._bugs.in_report(what, error)
+
     def _make_reports(self, now: float) -> None:
         """Make what operators read, and keep what was learned, when it is due. No job hangs on it, so a bug in it ends
         nothing."""
-        try:
-            self._memory_overuse.check(now)
-        except Exception as error:  # noqa: BLE001
-            self._bugs.in_report("the check of jobs' memory", error)
+        self._surely("the check of jobs' memory", partial(self._memory_overuse.check, now))
         if self.snapshots.wanted():
             try:
                 self.snapshots.publish(self.figures())
@@ -336,10 +338,7 @@ class Loop:
                 self._bugs.in_report("a reading of the metrics", error)
                 self.snapshots.fail()  # the next scrape tries again, and not the next turn
         if now >= self._learned.due:
-            try:
-                self._learned.save()
-            except Exception as error:  # noqa: BLE001
-                self._bugs.in_report("keeping what was learned of interference", error)
+            self._surely("keeping what was learned of interference", self._learned.save)
 
     def _wait(self) -> tuple[Collection[str], Sequence[tuple[int, int]]]:
         """Wait until something is ready. Returns the groups that may have something, and the channels that do."""
@@ -441,6 +440,11 @@ class Loop:
             job = launch.job
         return job
 
+    def _job_failed(self, job: JobId | None, error: Exception) -> None:
+        """Something about this job raised; None: about none."""
+        now = self._latest
+        self._carry_out(self._bugs.about(job, error, now), now)
+
     def _message_failed(self, session: SessionRecord, job: JobRecord | None, error: Exception) -> None:
         now = self._latest
         self._carry_out(self._bugs.in_message(session, job, error, now), now)
@@ -469,6 +473,20 @@ class Loop:
 
     # ---- sessions
 
+    def _hear(self, read: Callable[[float], list[wire.Arrival]], now: float) -> None:
+        """Handle what the router has read, and all that follows from it."""
+        try:
+            arrivals = read(now)
+        except Exception as error:  # noqa: BLE001 - a bug, which ends what it is about
+            self._bugs.in_router(error, now)
+            return
+        for arrival in arrivals:
+            try:
+                self._arrived(arrival, now)
+            except Exception as error:  # noqa: BLE001
+                self._bugs.in_session(arrival.session, error)
+            self._settle(now)
+
     def _arrived(self, arrival: wire.Arrival, now: float) -> None:
         if type(arrival) is wire.Incoming:
             self._metrics.tally.received[type(arrival.message)] += 1
@@ -494,6 +512,12 @@ class Loop:
         record = self.context.records.sessions.pop(arrival.session, None)
         if record is None:
             return
+        try:
+            self._forget_session(record, arrival)
+        finally:  # its jobs end, whatever failed
+            self.context.feed(ev.SessionClosed(arrival.session, arrival.reason))
+
+    def _forget_session(self, record: SessionRecord, arrival: wire.Closed) -> None:
         for job in [self.context.records.jobs[job] for job in record.jobs]:
             self.context.catch_up(job)
         if arrival.reason not in (wire.GOODBYE, wire.GONE):  # a process that simply ends says nothing
@@ -504,7 +528,6 @@ class Loop:
         self._openings.waiting.forget(record.peer.uid, record.id)
         self._offload.forget(record.peer.uid, record.id)
         self._snapshot_requests.left(record)
-        self.context.feed(ev.SessionClosed(arrival.session, arrival.reason))
 
     # ---- leaving
 
@@ -521,10 +544,7 @@ class Loop:
         """Release everything the loop made. Its owner closes the router and the device."""
         self.snapshots.close()
         self._offload.close()
-        try:
-            self._learned.close()
-        except Exception as error:  # noqa: BLE001
-            self._bugs.in_report("keeping what was learned of interference", error)
+        self._surely("keeping what was learned of interference", self._learned.close)
         self._snapshot_requests.close()
         self.fusion.close()
         for job in list(self.context.records.jobs):

@@ -15,6 +15,8 @@ from gpumux.program.codec import Outline
 from gpumux.program.ir import aligned
 from gpumux.types import Fault, GroupPlace, JobId, JobSpec, Peer, ProgramId, SessionId, StepId, TransferId
 
+MOST_ENDS = 64
+
 
 @dataclass(slots=True, eq=False)
 class SessionRecord:
@@ -27,6 +29,13 @@ class SessionRecord:
     opened: float
     role: str = "client"
     jobs: set[JobId] = field(default_factory=set)
+    ends: dict[JobId, Fault] = field(default_factory=dict)  # why its newest jobs to fail have ended, MOST_ENDS of them
+
+    def ended(self, job: JobId, fault: Fault) -> None:
+        """Remember why a job failed, for what its client may have sent before it heard of it."""
+        self.ends[job] = fault
+        if len(self.ends) > MOST_ENDS:
+            del self.ends[next(iter(self.ends))]
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +170,7 @@ class Records:
         record = JobRecord(job, f"j{self._numbers}", session, spec)
         self.jobs[job] = record
         session.jobs.add(job)
+        session.ends.pop(job, None)
         return record
 
     def forget_job(self, job: JobId) -> JobRecord | None:

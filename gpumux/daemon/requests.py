@@ -306,6 +306,7 @@ class Requests:
         """Find the session's own job: only the session that opened it may send steps, programs and transfers."""
         record = self._records.jobs.get(JobId(job))
         if record is None:
+            _raise_end(session, job)
             raise UnknownJob(f"there is no job {job[:40]!r}", "it ended, or was never opened; open a new one")
         if record.session is not session:
             raise NotOwner("this job belongs to another session", "submit to the job this client opened")
@@ -315,6 +316,7 @@ class Requests:
         """Find the session's own job, and raise if it no longer accepts programs and transfers."""
         record = self._own(session, job)
         if record.unloading:
+            _raise_end(session, job)
             raise JobClosed(f"job {record.short} is closing", "open a new one")
         return record
 
@@ -554,6 +556,13 @@ def start_load(context: DaemonContext, job: JobRecord) -> None:
     if job.loading is None and job.waiting and not job.unloading:
         record = job.loading = job.waiting.popleft()
         context.checks.submit(job, record)
+
+
+def _raise_end(session: SessionRecord, job: str) -> None:
+    """Raise why a job of the session has failed, if it has: a client whose message crossed that news learns it, too."""
+    fault = session.ends.get(JobId(job))
+    if fault is not None:
+        raise from_code(fault.code, fault.message, fault.remedy)
 
 
 def _no_coordinator() -> ProtocolError:

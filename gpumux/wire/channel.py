@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import array
 import errno
+import fcntl
 import os
 import select
 import socket
 import struct
+import termios
 from collections import Counter, deque
 from dataclasses import dataclass
 from math import inf
@@ -194,6 +196,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 _TIMEVAL = struct.Struct("@ll")
+_UNREAD = struct.Struct("@i")
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
@@ -210,7 +213,7 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 class DaemonChannel:
     """The daemon's end of one open channel. Takes messages of `max_bytes` at most."""
 
-    __slots__ = ("_max_bytes", "_parts", "_receive", "_send", "_sock")
+    __slots__ = ("_max_bytes", "_parts", "_receive", "_send", "_sock", "taken")
 
     def __init__(self, sock: socket.socket, max_bytes: int) -> None:
         sock.setblocking(False)
@@ -220,6 +223,7 @@ class DaemonChannel:
         # Each call says that it does not wait: the job's process may have a copy of this end, and could have it wait.
         self._max_bytes = max_bytes
         self._parts: list[bytes] = []  # of a message that has begun to arrive
+        self.taken = 0  # bytes received so far
 
     def fileno(self) -> int:
         """-1 when closed."""
@@ -250,11 +254,16 @@ class DaemonChannel:
                 raise EOFError from error
             if not packet:
                 raise EOFError
+            self.taken += len(packet)
             if packet[0] != MORE and not self._parts:
                 return packet
             message = self._assemble(packet)
             if message is not None:
                 return message
+
+    def unread(self) -> int:
+        """Bytes that have arrived and were not received yet."""
+        return int(_UNREAD.unpack(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(_UNREAD.size)))[0])
 
     def _assemble(self, packet: bytes) -> bytes | None:
         last = packet[0] != MORE

@@ -14,9 +14,10 @@ of a client ends its own session and nothing else:
     frames outside a session                          Refusal; too many: connection cut
 
 A local client's steps, their answers and descriptors go by its channel (wire/channel.py), all other messages by ZeroMQ.
-A message on the channel is delivered before any later ZeroMQ message, in both directions: while an answer waits for
-room on a full channel, all later messages of that session wait behind it. A client that lets `send_queue` messages wait
-is dropped.
+A message on the channel is delivered before any later ZeroMQ message, in both directions. A ZeroMQ message that finds
+the channel unread is held until as much has been read as was there, one message in each pass: a client that fills its
+channel delays nobody else's messages. While an answer waits for room on a full channel, all later messages of that
+session wait behind it. A client that lets `send_queue` messages wait is dropped.
 
 The router handles Hello, Heartbeat and Goodbye, and passes all other messages on. It reads no clock: `now` (seconds,
 any monotonic clock) comes with each call. In every turn a loop calls `receive(now)` and then `expire(now)`, and waits
@@ -43,7 +44,7 @@ from gpumux.errors import AccessDenied, AdmissionRefused, DaemonGone, GpumuxErro
 from gpumux.types import Peer, SessionId
 from gpumux.wire.channel import FROM_DAEMON, PACKET, DaemonChannel, decode_packet
 from gpumux.wire.codec import decode, encode
-from gpumux.wire.connections import RESERVED_SESSIONS, Connection
+from gpumux.wire.connections import RESERVED, RESERVED_SESSIONS, SLACK, Connection
 from gpumux.wire.grants import TOKEN, GrantDirectory, holder
 from gpumux.wire.limits import Limits
 from gpumux.wire.listen import FULL, TRUSTED, Listening, Route, Sockets, check_descriptors
@@ -70,6 +71,7 @@ _POLLIN = int(zmq.POLLIN)
 _OUT, _IN = int(select.EPOLLOUT), int(select.EPOLLIN)
 _ACCEPT_EVERY = 8  # busy passes between checks for new channels, which are less urgent than steps
 CHANNELS_A_PASS = 128  # channels read in one pass, one message of each
+_ROUNDS = 2  # after so many all connections have been read from: the first may have begun before
 MAX_DESCRIPTORS = 64  # descriptors that wait for one client to read
 _SHORT = 4000  # characters of a text that has to fit a packet
 
@@ -118,6 +120,14 @@ class Unsent(NamedTuple):
     parts: Sequence[bytes | memoryview]
     by_channel: bool
     fd: int
+
+
+class HeldMessage(NamedTuple):
+    """A message by ZeroMQ that came while its session's channel held others. `mark`: bytes that were read from the
+    channel when those have been."""
+
+    parts: list[bytes]
+    mark: int
 
 
 # ---- What one client may send in a while.
@@ -214,6 +224,8 @@ class RouterSession:
     connection: Connection | None = None  # of ZeroMQ
     channel: DaemonChannel | None = None  # once its client has opened it
     unsent: deque[Unsent] = field(default_factory=deque)
+    held: deque[HeldMessage] = field(default_factory=deque)
+    overdue: int = -1  # how often all connections had been read from when it was found silent; -1: it was not
 
     @classmethod
     def begin(
@@ -228,6 +240,12 @@ class RouterSession:
         now: float,
     ) -> RouterSession:
         return cls(session, peer, process, name, route, welcome, Allowance(limits, now), now, now, not welcome.channel)
+
+    def may_deliver(self) -> bool:
+        """Whether the next held message waits for nothing on the channel."""
+        if not self.held or self.channel is None:
+            return False
+        return self.channel.taken >= self.held[0].mark or not self.channel.unread()
 
 
 def check_hello(hello: Hello, peer: Peer, over_ipc: bool, others: Sequence[Peer], limits: Limits) -> None:
@@ -288,6 +306,8 @@ class Router:
         self.limits = limits or Limits()
         self._grants = grants
         self.device: dict[str, Any] = {}
+        self.at: SessionId | None = None  # the session that is looked after; if a call raises, a bug, it is about it
+        self.failed: Callable[[Exception], None] = _raise  # is called with a bug about a message of no session
         self.counters: Counter[str] = Counter()
         self._sessions: dict[SessionId, RouterSession] = {}
         self._routes: dict[Route, RouterSession] = {}
@@ -297,6 +317,11 @@ class Router:
         self._arrivals: list[Arrival] = []
         self._passes = 0
         self._behind = False  # the last receive() left messages in the sockets
+        self._rounds = 0  # how often every connection that had a message has been read from
+        self._round_at = 0  # the pass in which the last of them ended
+        self._told = 0  # of these rounds, those that the sockets know of
+        self._holding: dict[SessionId, RouterSession] = {}  # sessions with held messages
+        self._may_deliver = False  # a held message waits for nothing any more
         self._next_check = float("-inf")
         self._by_fd: dict[int, RouterSession] = {}  # sessions with an open channel, by its descriptor
         self.sockets = Sockets(endpoints, runtime_dir, self.limits, curve, first_for_all=grants is not None)
@@ -319,6 +344,7 @@ class Router:
     def receive(self, now: float) -> list[Arrival]:
         """Receive at most one message of each socket and channel, of all clients in turn. Never waits."""
         self.sockets.touched = True
+        self.at = None
         if self.sockets.gatekeeper is not None:
             self.sockets.gatekeeper.process()
         self._hear_channels(self.sockets.epoll.poll(0, CHANNELS_A_PASS), now)
@@ -326,26 +352,37 @@ class Router:
             self._receive_from(index, listening, now)
         self._behind = self.sockets.unread()
         self._passes += 1
+        if not self._behind or self._passes >= self._round_at + _passes_of_a_round(self.limits):
+            self._rounds, self._round_at = self._rounds + 1, self._passes
+        self._deliver_held()
         if not self._arrivals or self._passes % _ACCEPT_EVERY == 0:
+            self.at = None
             for session, connection in self.sockets.channels.process(now):
+                self.at = session
                 self._channel_opened(session, connection)
         return self._take()
 
     def receive_channels(self, ready: Sequence[tuple[int, int]], now: float) -> list[Arrival]:
         """Receive one message from each channel that `sockets.epoll` reports as ready. Never waits."""
         self._hear_channels(ready, now)
+        self._deliver_held()
         return self._take()
 
     def expire(self, now: float) -> list[Arrival]:
         """End sessions that were silent for lease_s, send heartbeats that are due, and close connections that have not
         named their session."""
+        self.at = None
+        self._deliver_held()
         self.sockets.channels.expire(now)
-        if not self._behind:
+        if not self._behind or self._rounds != self._told:
+            self._told = self._rounds
             self.sockets.all_read()
         if now >= self._next_check:
             self._next_check = now + self.limits.heartbeat_s / 4
             for session in list(self._sessions.values()):
+                self.at = session.id
                 self._check_silence(session, now)
+            self.at = None
             self._sessionless.tidy(now)
             if self.sockets.refused_connections:
                 self.counters["connections"] = self.sockets.refused_connections
@@ -354,11 +391,11 @@ class Router:
     @property
     def has_news(self) -> bool:
         """Whether there are arrivals that `receive` or `expire` has not returned yet."""
-        return bool(self._arrivals)
+        return bool(self._arrivals) or self._may_deliver
 
     def next_deadline(self, now: float) -> float:
         """The latest time for the next call of `expire`; `now` if arrivals wait already."""
-        return now if self._arrivals else min(self._next_check, self.sockets.channels.next_deadline())
+        return now if self.has_news else min(self._next_check, self.sockets.channels.next_deadline())
 
     def send(self, session: SessionId, msg: Message, frames: Sequence[bytes | memoryview] = ()) -> bool:
         """Queue `msg` for the client; never waits. Returns False if the session is closed, or is closed by this
@@ -413,6 +450,7 @@ class Router:
 
     def _receive_from(self, index: int, listening: Listening, now: float) -> None:
         """Receive one message of a socket, if there is one. libzmq takes from its connections in turn."""
+        self.at = None
         sock = listening.socket
         if not int(sock.getsockopt(zmq.EVENTS)) & _POLLIN:  # cheaper than an exception
             return
@@ -431,18 +469,43 @@ class Router:
             self._end(session.id, "another process took the connection's name")
             session = None
         if session is None:
-            self._from_no_session(route, name, over_ipc, first, parts, now)
+            try:
+                self._from_no_session(route, name, over_ipc, first, parts, now)
+            except Exception as error:  # noqa: BLE001 - a bug; no session is to blame, and the message is read
+                self.failed(error)
         else:
+            self.at = session.id
             self._from_session(session, first, parts, now)
 
     def _from_session(self, session: RouterSession, first: zmq.Frame, parts: list[bytes], now: float) -> None:
-        while session.channel is not None and self._hear_channel(session, now):
-            pass  # messages on the channel were written before this one, so they come first
-        if session.id not in self._sessions:
-            return
         if not self._allow(session, sum(map(len, parts)), now):
             cut(first, session.process)
             return
+        unread = session.channel.unread() if session.channel is not None else 0
+        if session.channel is not None and (unread or session.held):
+            # Messages on the channel were written before this one, so they come first.
+            if len(session.held) >= self.limits.send_queue:
+                self._flooded(session)
+                return
+            session.held.append(HeldMessage(parts, session.channel.taken + unread))
+            self._holding[session.id] = session
+            return
+        self._deliver(session, parts)
+
+    def _deliver_held(self) -> None:
+        """Deliver the next held message of each session, if its channel has been read that far."""
+        self._may_deliver = False
+        for session in list(self._holding.values()):
+            if not session.may_deliver():
+                continue
+            self.at = session.id
+            self._deliver(session, session.held.popleft().parts)
+            if not session.held:
+                self._holding.pop(session.id, None)
+            elif session.may_deliver():
+                self._may_deliver = True
+
+    def _deliver(self, session: RouterSession, parts: list[bytes]) -> None:
         try:
             message, frames = decode(parts, self.limits.max_control_bytes)
             if type(message) not in FROM_CLIENT:
@@ -465,10 +528,13 @@ class Router:
         session.heard = now
         if session.allowance.spend(size, now):
             return True
+        self._flooded(session)
+        return False
+
+    def _flooded(self, session: RouterSession) -> None:
         self.counters["flood"] += 1
         error = ProtocolError("too many messages or bytes in a short time", "wait for answers before sending more")
         self._refuse_session(session.id, error)
-        return False
 
     def _from_no_session(
         self, route: Route, name: str | None, over_ipc: bool, first: zmq.Frame, parts: list[bytes], now: float
@@ -543,6 +609,7 @@ class Router:
             record = self._by_fd.get(fd)
             if record is None:
                 continue  # it has just been closed
+            self.at = record.id
             if events & _OUT:
                 self._flush(record)
             if events != _OUT and record.channel is not None:
@@ -649,8 +716,14 @@ class Router:
             released = AccessDenied(f"the grant {grant.name} was released", "ask for a share anew")
             self._refuse_session(record.id, released)
             return
-        # Unread messages may be heartbeats, so a client is not silent while the router is behind.
-        if now - record.heard >= self.limits.lease_s and not self._behind:
+        silent = now - record.heard >= self.limits.lease_s
+        if not silent:
+            record.overdue = -1
+        elif record.overdue < 0:
+            record.overdue = self._rounds
+        # Unread messages may be heartbeats, so while the router is behind a client is silent only if all connections
+        # have been read from since. Others that send all the time must not keep it for ever.
+        if silent and (not self._behind or self._rounds >= record.overdue + _ROUNDS):
             self.counters["expired"] += 1
             error = DaemonGone(f"nothing was heard from this client for {self.limits.lease_s:g} s", "connect again")
             self._refuse_session(record.id, error)
@@ -669,6 +742,8 @@ class Router:
         if record is None:
             return
         self._routes.pop(record.route, None)
+        self._holding.pop(session, None)
+        record.held.clear()
         self.sockets.left(record.route, record.connection)
         self._close_channel(record)
         self._arrivals.append(Closed(session, record.peer, reason))
@@ -676,6 +751,17 @@ class Router:
     def _take(self) -> list[Arrival]:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
+
+
+def _raise(error: Exception) -> None:
+    """The default of `Router.failed`."""
+    raise error
+
+
+def _passes_of_a_round(limits: Limits) -> int:
+    """After so many passes a message of every connection that had one has been read. libzmq takes from them in turn,
+    but for connections that end, which move another one to an earlier place."""
+    return 2 * (limits.max_sessions + 3 * SLACK + 2 * RESERVED)
 
 
 def _in_one_packet(msg: Message) -> list[bytes | memoryview]:

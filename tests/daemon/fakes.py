@@ -289,6 +289,7 @@ class FakeRouter:
         self.limits = limits
 
     has_news = False
+    at: SessionId | None = None  # a test sets it
     channel: int | None = None  # of every session
 
     def channel_of(self, session):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpumux.daemon.records import MOST_ENDS
 from gpumux.program import codec
 from gpumux.scheduler import events as ev
 from gpumux.types import Fault, JobId, JobReleased, ProgramId, StepId, TransferId
@@ -119,3 +120,49 @@ def test_a_closing_job_takes_nothing_new_and_says_so(daemon, asked):
     daemon.loop.context.records.jobs[JobId(JOB)].unloading = True  # the device has not let go of it yet
     ((refusal, _),) = daemon.say("s", asked, *([PROGRAM] if isinstance(asked, msg.LoadProgram) else []))
     assert (refusal.ref, refusal.code) == (90, "job_closed")
+
+
+# ---- A message that crosses the news of its job's end.
+
+
+LATE = [
+    (msg.LoadProgram(9, JOB, 1, [], []), (PROGRAM,)),
+    (msg.OpenTransfer(9, JOB, 1, [], False), ()),
+    (msg.FillTransfer(9, JOB, 1, 0), ()),
+    (msg.Step(JOB, 1, 1, 0, [], 0), ()),
+]
+
+
+@pytest.mark.parametrize(("message", "frames"), LATE, ids=lambda value: type(value).__name__)
+def test_who_speaks_of_a_job_that_has_just_failed_learns_why(daemon, message, frames):
+    """A process could not be made right after OpenJob, and submit said that there was no such job."""
+    daemon.device.lose(JobId(JOB), LOST)
+    assert [m.code for m, _ in daemon.hear("s") if isinstance(m, msg.JobEnded)] == [LOST.code]
+    assert JobId(JOB) not in daemon.loop.context.records.jobs
+    ((answer, _),) = daemon.say("s", message, *frames)
+    assert (answer.code, answer.message) == (LOST.code, LOST.message)
+
+
+def test_a_job_that_is_being_unloaded_after_its_failure_says_why_as_well(daemon, monkeypatch):
+    monkeypatch.setattr(daemon.device, "unload", lambda job: None)  # it takes its time
+    daemon.loop._job_failed(JobId(JOB), ZeroDivisionError())
+    daemon.router.read = len(daemon.router.sent)
+    assert daemon.loop.context.records.jobs[JobId(JOB)].unloading
+    message, frames = LATE[0]
+    assert [m.code for m, _ in daemon.say("s", message, *frames)] == ["internal"]
+
+
+def test_reasons_are_for_the_jobs_own_session_until_it_is_opened_again_and_bounded(daemon):
+    daemon.connect("t")
+    daemon.device.lose(JobId(JOB), LOST)
+    daemon.hear("s")
+    message, frames = LATE[0]
+    assert [m.code for m, _ in daemon.say("t", message, *frames)] == ["unknown_job"]
+    daemon.open_job("s", JOB)
+    daemon.say("s", msg.CloseJob(5, JOB, False))
+    assert [m.code for m, _ in daemon.say("s", message, *frames)] == ["unknown_job"]
+    session = daemon.loop.context.records.sessions["s"]
+    for number in range(2 * MOST_ENDS):
+        session.ended(JobId(f"{number:032x}"), LOST)
+    assert len(session.ends) == MOST_ENDS
+    assert JobId(f"{2 * MOST_ENDS - 1:032x}") in session.ends

@@ -18,7 +18,7 @@ from gpumux.device import base as dev
 from gpumux.fuse.equal import FusedJobs, fuse_jobs
 from gpumux.program import codec
 from gpumux.program.ir import Program, ProgramBuilder, TensorRef, slot_layout
-from gpumux.scheduler.fusion.groups import MEASURED_ALONE, FusionRules
+from gpumux.scheduler.fusion.groups import MEASURED_ALONE, FusionRules, RunAlone, WaitOver
 from gpumux.types import (
     Fault,
     Footprint,
@@ -618,6 +618,58 @@ def test_a_group_that_dies_ends_its_members_with_its_fault(clients: Clients):
     clients.settle()
     assert clients.ended == dict.fromkeys("abc", BROKEN.code)
     assert not clients.device.jobs
+
+
+def ends(clients: Clients) -> list[tuple[str, str]]:
+    return [(name, m.code) for name, m, _ in clients.daemon.router.sent if isinstance(m, msg.JobEnded)]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "on time"])
+def test_a_decision_about_one_member_that_fails_ends_that_one_alone(
+    clients: Clients, late: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Decisions that were made with it are carried out. On time, none of its events is to blame."""
+    clients.together()
+    do, victim = clients.daemon.loop.fusion._do, clients.id("a")
+    if not late:
+        clients.write("b", 5.0)  # the group ends, so that each runs by itself
+
+    def fails(command: object) -> None:
+        if isinstance(command, RunAlone) and command.job == victim:
+            raise ZeroDivisionError
+        do(command)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(clients.daemon.loop.fusion, "_do", fails)
+    clients.step("a")
+    clients.step("b")
+    clients.daemon.now += RULES.wait_s
+    clients.settle()
+    assert ends(clients) == [("a", "internal")]
+    read = clients.daemon.metrics.registry.get_sample_value
+    assert read("gpumux_inconsistencies_total", {"scope": "job"}) == 1
+    assert read("gpumux_inconsistencies_total", {"scope": "device"}) == 0
+    clients.rounds(5, "bc")
+    for name in "bc":
+        assert clients.read(name) == clients.total[name]
+
+
+def test_a_decision_about_no_job_that_fails_ends_all_jobs_and_not_the_daemon(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch
+):
+    clients.together()
+    clients.step("a")
+    handle = clients.daemon.loop.fusion._groups.handle
+
+    def fails(event: object, now: float) -> object:
+        if isinstance(event, WaitOver):
+            raise ZeroDivisionError
+        return handle(event, now)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(clients.daemon.loop.fusion._groups, "handle", fails)
+    clients.daemon.now += RULES.wait_s
+    clients.settle()
+    assert ends(clients) == [(name, "internal") for name in "abc"]
+    assert clients.device.jobs == {}
 
 
 def until_stacking(clients: Clients) -> JobId:

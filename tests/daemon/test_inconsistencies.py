@@ -247,6 +247,109 @@ def test_metrics_that_can_not_be_read_are_reported_once_a_scrape_and_the_loop_is
         assert daemon.loop.snapshots.silent_s() == 0.0
 
 
+def fails(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError
+
+
+def test_what_is_done_on_time_or_for_another_thread_ends_nothing(daemon: Daemon, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(daemon.loop._snapshot_requests, "run_timers", fails)
+    monkeypatch.setattr(daemon.loop._tracing, "due", 0.0)
+    monkeypatch.setattr(daemon.loop._tracing, "finish", fails)
+    daemon.loop.call_soon(fails)
+    daemon.loop.turn()
+    assert counts(daemon) == {"report": 3}
+    theirs_goes_on(daemon, range(3))
+
+
+def test_snapshots_that_can_not_be_looked_after_are_looked_at_again_later_and_not_all_the_time(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+):
+    snapshots = daemon.loop._snapshot_requests
+    monkeypatch.setattr(snapshots, "_living", fails)
+    monkeypatch.setattr(snapshots, "_look_for_stall", fails)
+    for number in range(1, 3):
+        daemon.now = snapshots.due + 1
+        daemon.loop.turn()
+        assert counts(daemon) == {"report": number}
+        assert snapshots.due > daemon.now
+
+
+def test_a_session_that_can_not_begin_or_end_properly_ends_all_the_same(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon.metrics, "sessions_opened", None)
+        daemon.connect("u", 1002)
+        assert "u" not in daemon.router.open
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon.loop._questions, "forget", fails)
+        daemon.disconnect("s")
+    assert counts(daemon) == {"session": 2}
+    assert daemon.loop.context.records.sessions.keys() == {"t"}
+    assert daemon.device.jobs.keys() == {THEIRS}
+    theirs_goes_on(daemon)
+
+
+def test_a_bug_of_the_wire_ends_the_session_that_was_looked_after(daemon: Daemon, monkeypatch: pytest.MonkeyPatch):
+    daemon.router.at = "s"
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon.router, "receive", fails)
+        daemon.loop.turn()
+    assert counts(daemon) == {"session": 1}
+    daemon.turn()
+    assert daemon.loop.context.records.sessions.keys() == {"t"}
+    theirs_goes_on(daemon)
+
+
+def test_a_wire_that_fails_again_and_again_ends_the_daemon(daemon: Daemon, monkeypatch: pytest.MonkeyPatch):
+    """No session is to blame, and the next turn would fail as well."""
+    monkeypatch.setattr(daemon.router, "receive", fails)
+    daemon.loop.turn()
+    assert counts(daemon) == {"report": 1}
+    daemon.now += inconsistencies.DEVICE_AGAIN_S / 2
+    with pytest.raises(ZeroDivisionError):
+        daemon.loop.turn()
+    assert daemon.loop.context.records.jobs.keys() == {MINE, THEIRS}
+
+
+def test_messages_of_no_session_that_fail_end_nothing_however_many_they_are(daemon: Daemon):
+    for number in range(1, 4):
+        daemon.router.failed(ZeroDivisionError())
+        assert counts(daemon) == {"report": number}
+    theirs_goes_on(daemon)
+
+
+def test_a_check_that_can_not_begin_ends_its_own_job_and_not_the_one_before_it(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+):
+    """The check of MINE waits for the end of a check of THEIRS."""
+    checks, check = daemon.loop.context.checks, daemon.device.check
+    checks._at_once = checks._share = 1
+    daemon.device.slow = True
+    daemon.load("t", THEIRS, samples.add_one(), 1)
+    daemon.load("s", MINE, samples.add_one(), 1)
+
+    def of_theirs_alone(job: JobId, *rest: Any) -> None:
+        if job == MINE:
+            raise OSError(23, "Too many open files in system")
+        check(job, *rest)
+
+    monkeypatch.setattr(daemon.device, "check", of_theirs_alone)
+    daemon.device.finish()
+    daemon.turn()
+    assert counts(daemon) == {"job": 1}
+    assert daemon.device.jobs.keys() == {THEIRS}
+    daemon.device.slow = False
+    while daemon.device.work:
+        daemon.device.finish()
+        daemon.turn()
+    assert [program.announced for program in daemon.loop.context.records.jobs[JobId(THEIRS)].programs.values()] == [
+        True, True,
+    ]  # fmt: skip
+    daemon.router.read = len(daemon.router.sent)
+    theirs_goes_on(daemon)
+
+
 def test_a_recording_that_fails_ends_alone(daemon: Daemon):
     daemon.connect("root", 0)
     daemon.say("root", msg.RecordTrace(5, 10.0))

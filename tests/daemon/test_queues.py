@@ -52,6 +52,7 @@ BOUNDS: dict[str, tuple[str, float]] = {
     "daemon/snapshots/writer.py WriterClient._waiting": ("a save of a job, finds of a session", snapshots.MAX_FINDS),
     "wire/router.py Router._arrivals": ("messages of a pass", wire.CHANNELS_A_PASS),
     "wire/router.py RouterSession.unsent": ("messages for a session", Limits().send_queue),
+    "wire/router.py RouterSession.held": ("messages behind those on a session's channel", Limits().send_queue),
     "wire/channel.py ClientChannel._unsent": ("the client's own", 0),
     "wire/channel.py DaemonChannel._parts": ("bytes of a message", Limits().max_control_bytes),
     "device/workers/checks.py Checks._waiting": ("places of CheckQueue", 1),

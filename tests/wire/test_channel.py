@@ -17,7 +17,7 @@ from gpumux.wire import messages as m
 from gpumux.wire.channel import MORE, PACKET, ClientChannel, DaemonChannel
 from gpumux.wire.router import GOODBYE, MAX_DESCRIPTORS, Closed, Incoming
 from gpumux.wire.shared_memory import Segment
-from tests.wire.world import JOB, packet, step
+from tests.wire.world import JOB, WAIT_MS, packet, step
 
 MOST = 100_000  # bytes of a message on the daemon's end
 
@@ -229,6 +229,74 @@ def test_what_was_on_the_channel_before_a_message_comes_before_it(world, join):
         found = world.until(lambda found: any(isinstance(a.message, m.OpenTransfer) for a in found))
         numbers = [10 * turn + n for n in range(5)]
         assert [getattr(a.message, "step", "transfer") for a in found] == [*numbers, "transfer"]
+
+
+def fill(client) -> int:
+    """Send steps until the channel takes no more. Returns how many it took."""
+    sent = 0
+    while client.channel.send(packet(step(sent))):
+        sent += 1
+    return sent
+
+
+def test_a_full_channel_before_a_message_is_read_one_message_in_a_pass(world, join):
+    """It took them all at once, and who went on writing had it take 20,000: others' steps waited for that."""
+    client, other = join(world), join(world)
+    sent = fill(client)
+    for ref in (1, 2, 3):
+        client.client.send(m.GetStatus(ref))
+    found, passes = [], 0
+    while [a.message.ref for a in found if isinstance(a.message, m.GetStatus)] != [1, 2, 3]:
+        if world.router.next_deadline(world.now) > world.now:
+            assert world._poller.poll(WAIT_MS)
+        passes += 1
+        if passes == 5:
+            other.say(step(777))
+        arrivals = world.router.receive(world.now)
+        assert len(arrivals) <= 3, "of the socket, of each channel, and one that was held"
+        assert (other.opened.session in [a.session for a in arrivals]) is (passes == 5)
+        found += [a for a in arrivals if a.session == client.opened.session]
+        client.channel.flush()
+    steps = [a.message.step for a in found if isinstance(a.message, m.Step)]
+    kinds = [type(a.message) for a in found]
+    assert steps[:sent] == list(range(sent))
+    assert kinds[:sent] == [m.Step] * sent, "what was there before comes before"
+
+
+def test_a_client_that_never_stops_writing_does_not_hold_its_message_back(world, join):
+    client = join(world)
+    fill(client)
+    client.client.send(m.GetStatus(1))
+    for _ in range(10_000):
+        world.until(lambda _: True)
+        client.channel.flush()
+        if client.channel.send(packet(step(1))):
+            continue
+        if any(isinstance(a.message, m.GetStatus) for a in world.router.receive(world.now)):
+            return
+    raise AssertionError("it never came")
+
+
+def test_too_many_messages_behind_a_full_channel_end_their_session(make_world, join):
+    world = make_world(send_queue=10)
+    client = join(world)
+    fill(client)
+    for ref in range(1, 13):
+        client.client.send(m.GetStatus(ref))
+    found = world.until(lambda found: any(isinstance(a, Closed) for a in found))
+    assert [a.message.step for a in found[:-1]] == list(range(len(found) - 1)), "none of them was delivered"
+    assert world.router.counters["flood"] == 1
+
+
+def test_a_held_message_goes_with_its_session(world, join):
+    client = join(world)
+    fill(client)
+    client.client.send(m.GetStatus(1))
+    world.until(lambda _: bool(world.router._holding))
+    world.router.close_session(client.opened.session, ProtocolError("enough", ""))
+    assert not world.router._holding
+    assert world.next(Closed).session == client.opened.session
+    assert not world.router.has_news
 
 
 def test_what_was_answered_before_a_message_comes_before_it(make_world, join):

@@ -16,8 +16,9 @@ import zmq
 from gpumux.errors import ConfigError, EndpointBusy, ProtocolError
 from gpumux.wire import listen as listening
 from gpumux.wire import messages as m
+from gpumux.wire import router as router_module
 from gpumux.wire.codec import encode
-from gpumux.wire.router import GOODBYE, Closed, Incoming, Opened, Router
+from gpumux.wire.router import GOODBYE, Closed, Incoming, Opened, Router, _passes_of_a_round
 from tests.wire.samples import payload_for
 from tests.wire.world import HELLO, JOB, LOCAL_HELLO, WAIT_MS, World
 
@@ -297,6 +298,83 @@ def test_a_daemon_that_fell_behind_does_not_blame_its_clients(world, make_client
         world.router.receive(world.now)
         assert world.router.expire(world.now) == []
     world.serves(client, opened.session, 1)
+
+
+def test_others_that_send_all_the_time_keep_no_silent_client_and_no_stranger(
+    world, make_client, monkeypatch: pytest.MonkeyPatch
+):
+    """Once something of every connection has been read twice, what it has sent was read."""
+    quiet = make_client(world)
+    opened = world.open(quiet)
+    (listening,) = world.router.sockets.listening
+    round_passes = _passes_of_a_round(world.router.limits)
+    monkeypatch.setattr(world.router.sockets, "unread", lambda: True)
+    world.router.receive(world.now)
+    world.now += world.router.limits.lease_s
+    assert world.router.expire(world.now) == []
+    reads, passes, found = listening.connections.reads, 0, []
+    while not found:
+        world.router.receive(world.now)
+        passes += 1
+        world.now += world.router.limits.heartbeat_s
+        found = world.router.expire(world.now)
+        assert passes <= 2 * round_passes
+    assert found == [Closed(opened.session, opened.peer, world_reason(world.router.limits.lease_s))]
+    assert passes > round_passes, "a message that it sent before may have been the last to be read"
+    assert listening.connections.reads == reads + 2
+
+
+def test_a_round_is_more_than_libzmq_needs_to_read_of_all(make_world, make_client):
+    """One client always has messages waiting; a single one of another's comes within a round."""
+    world = make_world(max_sessions=4)
+    loud, other = make_client(world), make_client(world)
+    world.open(loud)
+    session = world.open(other).session
+    passes = _passes_of_a_round(world.router.limits)
+    for _ in range(passes):
+        loud.send(STEP)
+    other.send(m.GetStatus(1))
+    found: list = []
+    for _ in range(passes):  # a pass that finds nothing, because libzmq's thread is late, is one of them
+        found += world.until(bool)
+        if any(a.session == session for a in found):
+            break
+    assert any(a.session == session for a in found)
+
+
+def test_a_bug_is_about_the_session_that_was_looked_after(world, make_client, monkeypatch: pytest.MonkeyPatch):
+    good, bad = make_client(world), make_client(world)
+    kept, hurt = world.open(good), world.open(bad)
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    bad.send(STEP)
+    world._poller.poll(WAIT_MS)
+    with monkeypatch.context() as patched:
+        patched.setattr(router_module, "decode", fails)
+        with pytest.raises(ZeroDivisionError):
+            world.until(bool)
+    assert world.router.at == hurt.session
+    world.serves(good, kept.session, 1)
+
+
+def test_a_bug_about_a_message_of_no_session_is_passed_on(world, make_client, monkeypatch: pytest.MonkeyPatch):
+    good, bad = make_client(world), make_client(world)
+    kept, found = world.open(good), []
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    world.router.failed = found.append
+    bad.send(HELLO)
+    with monkeypatch.context() as patched:
+        patched.setattr(router_module, "check_hello", fails)
+        while not found:
+            assert world._poller.poll(WAIT_MS)
+            assert world.router.receive(world.now) == []
+    assert [type(error) for error in found] == [ZeroDivisionError]
+    world.serves(good, kept.session, 1)
 
 
 def test_heartbeats_are_sent_when_due(world, make_client):

@@ -161,12 +161,14 @@ class _Group:
 class JobFusion:
     """All of it in one daemon. The loop passes it every event and command while it is `active`, and sends the
     scheduler what is in `released`, in order. `rules`: None if no jobs run as one; `carry_out` carries out a command as
-    usual."""
+    usual. `failed` is called with the job, or the job of the group, about which a decision raised: that is a bug."""
 
     def __init__(
-        self, context: DaemonContext, rules: fg.FusionRules | None, carry_out: Carry, clock: Callable[[], float]
-    ) -> None:
+        self, context: DaemonContext, rules: fg.FusionRules | None, *, carry_out: Carry, clock: Callable[[], float],
+        failed: Callable[[JobId | None, Exception], None],
+    ) -> None:  # fmt: skip
         self._context = context
+        self._failed = failed
         self._clock = clock
         self._carry = carry_out
         self._device = context.device
@@ -379,12 +381,26 @@ class JobFusion:
         try:
             while self._inbox:
                 self._now = max(self._now, self._clock())
-                for command in self._groups.handle(self._inbox.popleft(), self._now):
-                    self._do(command)
+                event = self._inbox.popleft()
+                for command in self._try(self._subject(event), self._groups.handle, event, self._now) or ():
+                    self._try(self._subject(command), self._do, command)
         finally:
             self._deciding = False
         for member in [each for each in self._members.values() if each.held]:
-            self._advance(member)
+            self._try(member.record.id, self._advance, member)
+
+    def _try(self, job: JobId | None, do: Callable[..., Any], *arguments: Any) -> Any:
+        """What `do` returns. A bug in it ends this job, and no other that a decision is about."""
+        try:
+            return do(*arguments)
+        except Exception as error:  # noqa: BLE001
+            return self._failed(job, error)
+
+    def _subject(self, of: fg.Event | fg.Command) -> JobId | None:
+        """The job that an event or a command is about: a member, else the group's."""
+        group = self._by_number.get(getattr(of, "group", None) or fg.GroupId(-1))
+        found: JobId | None = getattr(of, "job", None) or (group.job if group is not None else None)
+        return found
 
     def _do(self, command: fg.Command) -> None:
         match command:

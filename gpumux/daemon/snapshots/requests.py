@@ -480,14 +480,17 @@ class SnapshotRequests:
         """Have the writer delete expired snapshots, and look at whether it still answers, when that is due."""
         if self._writer is None:
             return
-        if now >= self._expire_at:
+        expire, look = now >= self._expire_at, now >= self._stall_at
+        if expire:
+            self._expire_at = now + EXPIRE_EVERY_S
+        if look:
+            self._stall_at = now + STALL_S
+        self.due = min(self._expire_at, self._look_at, self._stall_at)  # before what follows, which may fail
+        if expire:
             before = self._age_clock(now) - self._context.config.keep_s
             self._writer.ask("expire", {"before": before, "living": self._living()}, [], _expected)
-            self._expire_at = now + EXPIRE_EVERY_S
-        if now >= self._stall_at:
+        if look:
             self._look_for_stall(self._writer.waited(now))
-            self._stall_at = now + STALL_S
-        self.due = min(self._expire_at, self._look_at, self._stall_at)
 
     def _age_clock(self, now: float) -> float:
         """Unix time by which snapshots age. If the system's clock is set forward by more than `keep_s`, every snapshot

@@ -125,7 +125,7 @@ class DeviceBase(ABC, Generic[J]):
     def check(self, job: JobId, program: ProgramId, encoded: bytes, user: int | None = None) -> None:
         self._checks.submit(job, program, encoded, user)
         if self._fork_server is not None:
-            self._checks.start(self._fork_server, self._epoll)
+            self._start_checks(self._fork_server)
             self._supervisor.watch()
         else:
             self._emit(dev.ProgramRefused(job, program, NO_FORK_SERVER))
@@ -283,7 +283,12 @@ class DeviceBase(ABC, Generic[J]):
         self._supervisor.watch()
 
     def can_fork(self, server: ForkServer) -> None:
-        self._checks.start(server, self._epoll)
+        self._start_checks(server)
+
+    def _start_checks(self, server: ForkServer) -> None:
+        refused = self._checks.start(server, self._epoll)
+        if refused:
+            self._emit(*refused)
 
     def child_exited(self, token: int, status: int | str) -> None:
         self._events.extend(self._checks.exited(token, status))

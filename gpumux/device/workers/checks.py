@@ -130,21 +130,33 @@ class Checks:
         found = self._passed.get((job, program))
         return found[1] if found and found[0] == digest(encoded) else None
 
-    def start(self, server: ForkServer, epoll: select.epoll) -> None:
-        """Start queued checks, up to the bound. Call `hear` when `epoll` reports a channel of their processes."""
+    def start(self, server: ForkServer, epoll: select.epoll) -> list[ProgramRefused]:
+        """Start queued checks, up to the bound. Call `hear` when `epoll` reports a channel of their processes. Returns
+        those that could not be started: each costs its own Program, whoever's request has started it."""
+        refused = []
         while self._waiting and len(self.running) < self._at_once:
             check = self._waiting.popleft()
-            program = memory_file("gpumux-check", [check.encoded])
             try:
-                if not any(self._give(checker, check, program) for checker in self._idle(check.owner)):
-                    ours, theirs = wire.pair()
-                    ours.setblocking(False)
-                    epoll.register(ours, select.EPOLLIN)
-                    checker = Checker(check.owner, Channel(ours, daemons=True))
-                    self._give(checker, check, program)  # the process reads it when it runs
-                    self._checkers[server.fork("checker", self._settings, (theirs.detach(),))] = checker
-            finally:
-                os.close(program)
+                self._start(check, server, epoll)
+            except OSError as error:
+                _log.error("job %s, program %s: no check was started: %s", check.job, check.program, error)
+                why = f"the check of the program could not be started: {error.strerror}"
+                remedy = "free memory or descriptors of the daemon's machine, then submit it again"
+                refused.append(ProgramRefused(check.job, check.program, Fault("admission_refused", why, remedy)))
+        return refused
+
+    def _start(self, check: Check, server: ForkServer, epoll: select.epoll) -> None:
+        program = memory_file("gpumux-check", [check.encoded])
+        try:
+            if not any(self._give(checker, check, program) for checker in self._idle(check.owner)):
+                ours, theirs = wire.pair()
+                ours.setblocking(False)
+                epoll.register(ours, select.EPOLLIN)
+                checker = Checker(check.owner, Channel(ours, daemons=True))
+                self._give(checker, check, program)  # the process reads it when it runs
+                self._checkers[server.fork("checker", self._settings, (theirs.detach(),))] = checker
+        finally:
+            os.close(program)
 
     def _idle(self, owner: int | JobId) -> list[Checker]:
         """Processes that wait for another Program of the owner."""

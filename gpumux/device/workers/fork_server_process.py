@@ -54,6 +54,7 @@ from gpumux.device.workers.channel import (
 from gpumux.device.workers.confinement import Confinement, confine, may_be_looked_into
 from gpumux.device.workers.output import Output
 from gpumux.errors import GpumuxError, ProgramError
+from gpumux.hostmemory import free_bytes
 from gpumux.program.check import check, schema
 from gpumux.program.codec import encode
 from gpumux.program.ir import Op, Program, ProgramLimits, Storage, TensorRef, View
@@ -64,6 +65,7 @@ MOST_READS = 5  # of a pipe, to have read what it held
 QUIET_MS = 2000  # without a request, before the fork server's memory is put into huge pages
 _OOM_SCORE = 500  # the kernel takes these processes before the daemon
 HUGE_PAGE_BYTES = 2 << 20  # on x86-64, and on arm64 with pages of 4 KiB
+LEAST_FREE_BYTES = 1 << 30  # of the machine and of this process's control groups, that jobs are to find
 _MADV_COLLAPSE = 25  # Linux 6.1
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -228,10 +230,16 @@ def fuse_program(settings: dict[str, Any], fds: list[int]) -> None:
 
 def collapsing(maps: Iterable[str] | None = None) -> Iterator[bool]:
     """Put this process's private memory into huge pages, one in each turn, which takes up to some 10 ms. Yields whether
-    the kernel did it: it does not where memory is short, where a page was never used, and before Linux 6.1. `maps`: the
-    lines of /proc/self/maps (tests)."""
+    the kernel did it: it does not where a page was never used, and before Linux 6.1. It ends where memory gets short:
+    unused parts of a huge page take memory, and children that were forked before keep the old pages, so that all of it
+    may be there twice. `maps`: the lines of /proc/self/maps (tests)."""
     lines = Path("/proc/self/maps").read_text().splitlines() if maps is None else maps
     for start in _huge_pages(lines):
+        try:
+            if free_bytes() < LEAST_FREE_BYTES:
+                return
+        except OSError:
+            return  # nothing says how much there is
         yield collapse(start)
 
 

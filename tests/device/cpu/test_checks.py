@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import select
@@ -223,6 +224,23 @@ def test_a_process_that_is_gone_is_sent_nothing(bench: Bench) -> None:
     bench.submit(ONE, b"b")
     assert bench.passes(1) == b"b"
     assert bench.checks.exited(0, 0) == []
+
+
+def test_a_check_that_can_not_be_started_costs_its_own_program(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was lost, its job waited for ever, and the job that had asked for the next one ended."""
+
+    def too_many(name: str, parts: list[bytes]) -> int:
+        if parts == [b"a"]:
+            raise OSError(errno.ENFILE, "Too many open files in system")
+        return memory_file(name, parts)
+
+    monkeypatch.setattr(checks, "memory_file", too_many)
+    for job, encoded in ((ONE, b"a"), (OTHER, b"b")):
+        bench.checks.submit(job, ProgramId(0), encoded, USER)
+    (refused,) = bench.checks.start(bench.server, bench.epoll)  # type: ignore[arg-type]
+    assert (refused.job, refused.fault.code) == (ONE, "admission_refused")
+    assert "Too many open files" in refused.fault.message
+    assert bench.server.read(0) == b"b"
 
 
 def test_a_process_that_answers_unasked_is_given_nothing_more(bench: Bench) -> None:

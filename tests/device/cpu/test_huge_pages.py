@@ -14,7 +14,12 @@ import pytest
 
 from gpumux.device.workers import fork_server_process
 from gpumux.device.workers.channel import Channel, pair
-from gpumux.device.workers.fork_server_process import HUGE_PAGE_BYTES, ForkServerProcess, collapsing
+from gpumux.device.workers.fork_server_process import (
+    HUGE_PAGE_BYTES,
+    LEAST_FREE_BYTES,
+    ForkServerProcess,
+    collapsing,
+)
 
 ROOT = Path(__file__).parents[3]
 MAPS = """\
@@ -59,8 +64,25 @@ def test_pages_within_writable_memory_of_no_file(monkeypatch: pytest.MonkeyPatch
         return len(tried) > 1
 
     monkeypatch.setattr(fork_server_process, "collapse", collapse)
+    monkeypatch.setattr(fork_server_process, "free_bytes", lambda: LEAST_FREE_BYTES)
     assert list(collapsing(MAPS.splitlines())) == [False, True, True, True]
     assert tried == [0x600000, 0x800000, 0xC00000, 0x5000000]
+
+
+def test_it_ends_where_memory_gets_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a control group of 450 MiB it took the last 150, and no job was let in any more."""
+    free = iter([LEAST_FREE_BYTES, LEAST_FREE_BYTES, LEAST_FREE_BYTES - 1])
+    monkeypatch.setattr(fork_server_process, "free_bytes", lambda: next(free))
+    monkeypatch.setattr(fork_server_process, "collapse", lambda start: True)
+    assert list(collapsing(MAPS.splitlines())) == [True, True]
+
+
+def test_nothing_is_done_where_nothing_says_how_much_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> int:
+        raise OSError
+
+    monkeypatch.setattr(fork_server_process, "free_bytes", unknown)
+    assert list(collapsing(MAPS.splitlines())) == []
 
 
 @pytest.mark.skipif(not has_huge_pages(), reason="this kernel puts no pages together: it is older than 6.1")
