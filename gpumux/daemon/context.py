@@ -172,7 +172,7 @@ class CheckQueue:
             self._running[job, program.id] = uid
             try:
                 self._device.check(job, program.id, program.encoded, uid)
-            except Exception as error:  # noqa: BLE001 - whoever calls this may be another job
+            except Exception as error:  # noqa: BLE001 - what called this may be about another job
                 self.failed(job, error)
         self.due = now + 0.5 / CHECKED_PER_S if self._waiting.items else inf  # often enough for any user's next
         self._meters.tidy(now)

@@ -26,20 +26,26 @@ from gpumux.errors import CaptureError, ConfigError
 
 try:
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
-    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 except ModuleNotFoundError:  # the same, under its older name
     from pytorch_lightning.callbacks import GradientAccumulationScheduler
-    from pytorch_lightning.plugins.precision import Precision
+    from pytorch_lightning.plugins.precision import MixedPrecision, Precision
     from pytorch_lightning.strategies import SingleDeviceStrategy
+    from pytorch_lightning.utilities.model_helpers import is_overridden
+
+# Hooks that are part of the captured step if the module has them. Callbacks may have none: what they look at is there.
+HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
 class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """`options` are those of gpumux.client.submit: priority, name, endpoint, weight, ...
 
-    Raises ConfigError, when fitting begins, for modules that optimize by hand or don't have exactly one optimizer, and
-    for mixed precision; and CaptureError, with the line, for a training_step that can't be captured. Batches may have a
-    few shapes (`max_variants`). `training_step` can't use `batch_idx`, which differs at every step.
+    Raises ConfigError, when fitting begins, for modules that optimize by hand, have a backward() of their own or don't
+    have exactly one optimizer, for callbacks with HOOKS, and for precisions but 32-true and bf16-mixed; and
+    CaptureError, with the line, for a training_step that can't be captured. Batches may have a few shapes
+    (`max_variants`). `training_step` can't use `batch_idx`, which differs at every step.
     """
 
     strategy_name = "gpumux"
@@ -75,9 +81,17 @@ class GpumuxStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _submit(self, module: Any, given: list[Any], indices: int) -> None:
         trainer = module.trainer
         optimizer = self._only_optimizer()
+        precision = self.precision_plugin
+        bfloat16 = type(precision) is MixedPrecision and precision.precision == "bf16-mixed"
         for wrong, so in (
             ("optimizes by hand (automatic_optimization = False)", not module.automatic_optimization),
-            ("uses mixed precision", type(self.precision_plugin) is not Precision),
+            (f"uses the precision {precision.precision}", not (type(precision) is Precision or bfloat16)),
+            ("has a backward() of its own", is_overridden("backward", module)),
+            *(
+                (f"has a callback, {type(callback).__name__}, with {hook}()", is_overridden(hook, callback))
+                for callback in trainer.callbacks
+                for hook in HOOKS
+            ),
         ):
             if so:
                 raise ConfigError(
@@ -142,20 +156,20 @@ def _step(
     def step(batch: list[Any], parts: int, first: bool, last: bool) -> tuple[Any, list[Any]]:
         """parts: how many batches are accumulated. first, last: whether this one is the first or the last of them."""
         with log.caught() as logged:
-            out = module.training_step(*batch, *[NO_INDEX] * indices)
-        loss = out["loss"] if isinstance(out, dict) else out
-        if first:
-            optimizer.zero_grad()
-        if parts > 1:
-            loss = loss / parts
-        loss.backward()
-        if not last:
-            return out, logged
-        if most and str(algorithm).endswith("value"):
-            torch.nn.utils.clip_grad_value_(module.parameters(), most)
-        elif most:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), most)
-        optimizer.step()
+            with module.trainer.strategy.precision_plugin.train_step_context():
+                out = module.training_step(*batch, *[NO_INDEX] * indices)
+            loss = out["loss"] if isinstance(out, dict) else out
+            if first:
+                optimizer.zero_grad()
+            if parts > 1:
+                loss = loss / parts
+            module.on_before_backward(loss)
+            loss.backward()
+            module.on_after_backward()
+            if last:
+                module.on_before_optimizer_step(optimizer)
+                module.configure_gradient_clipping(optimizer, most, algorithm)
+                optimizer.step()
         return out, logged
 
     return step

@@ -16,7 +16,7 @@ of a client ends its own session and nothing else:
 A local client's steps, their answers and descriptors go by its channel (wire/channel.py), all other messages by ZeroMQ.
 A message on the channel is delivered before any later ZeroMQ message, in both directions. A ZeroMQ message that finds
 the channel unread is held until as much has been read as was there, one message in each pass: a client that fills its
-channel delays nobody else's messages. While an answer waits for room on a full channel, all later messages of that
+channel delays no other client's messages. While an answer waits for room on a full channel, all later messages of that
 session wait behind it. A client that lets `send_queue` messages wait is dropped.
 
 The router handles Hello, Heartbeat and Goodbye, and passes all other messages on. It reads no clock: `now` (seconds,

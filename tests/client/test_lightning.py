@@ -96,3 +96,72 @@ def test_a_training_step_that_is_refused_leaves_the_module_as_it_was(endpoint: s
         fit(tmp_path, endpoint, lambda: module, accumulate_grad_batches=2)
     assert "optimizer_zero_grad" not in vars(module)
     assert "log" not in vars(module)
+
+
+class Groups(Module):
+    """Its optimizer has the parameters in another order than the module, and not all of them."""
+
+    def configure_optimizers(self) -> Any:
+        weights = [p for p in self.parameters() if p.ndim > 1]
+        biases = [p for name, p in self.named_parameters() if p.ndim == 1 and not name.startswith("layers.0")]
+        return torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}])
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_what_is_clipped_are_the_gradients_of_the_optimizer(algorithm: str, endpoint: str, tmp_path: Path) -> None:
+    options = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
+    assert_same(fit(tmp_path, endpoint, Groups, **options), fit(tmp_path, None, Groups, **options), "fit")
+
+
+class Hooks(Module):
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("scaled", loss)
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            assert p.grad is not None
+            p.grad.nan_to_num_().mul_(0.9)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("steepest", torch.stack([p.grad.abs().max() for p in self.parameters() if p.grad is not None]).max())
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.add_(p.detach(), alpha=0.01)
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        torch.nn.utils.clip_grad_value_(self.layers[0].parameters(), 0.01)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_hooks_of_the_module_are_part_of_the_step(batches: int, endpoint: str, tmp_path: Path) -> None:
+    options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": batches}
+    found = fit(tmp_path, endpoint, Hooks, **options)
+    assert_same(found, fit(tmp_path, None, Hooks, **options), "fit")
+    assert {"scaled", "steepest"} <= found[2].keys()
+
+
+def test_hooks_that_can_not_be_are_refused_by_name(endpoint: str, tmp_path: Path) -> None:
+    class Norms(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            """It would see no gradients."""
+
+    class Own(Module):
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            (2.0 * loss).backward()
+
+    with pytest.raises(errors.ConfigError, match=r"a callback, Norms, with on_before_optimizer_step\(\)"):
+        fit(tmp_path, endpoint, callbacks=[Norms()])
+    with pytest.raises(errors.ConfigError, match=r"a backward\(\) of its own"):
+        fit(tmp_path, endpoint, Own)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_mixed_precision_of_bfloat16(batches: int, endpoint: str, tmp_path: Path) -> None:
+    options = {"precision": "bf16-mixed", "accumulate_grad_batches": batches, "gradient_clip_val": 0.5}
+    assert_same(fit(tmp_path, endpoint, **options), fit(tmp_path, None, **options), "fit")
+
+
+def test_other_precisions_are_refused(endpoint: str, tmp_path: Path) -> None:
+    with pytest.raises(errors.ConfigError, match="the precision bf16-true"):
+        fit(tmp_path, endpoint, precision="bf16-true")

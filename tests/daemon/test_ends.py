@@ -134,7 +134,7 @@ LATE = [
 
 
 @pytest.mark.parametrize(("message", "frames"), LATE, ids=lambda value: type(value).__name__)
-def test_who_speaks_of_a_job_that_has_just_failed_learns_why(daemon, message, frames):
+def test_a_message_to_a_job_that_has_just_failed_is_answered_with_its_failure(daemon, message, frames):
     """A process could not be made right after OpenJob, and submit said that there was no such job."""
     daemon.device.lose(JobId(JOB), LOST)
     assert [m.code for m, _ in daemon.hear("s") if isinstance(m, msg.JobEnded)] == [LOST.code]

@@ -240,7 +240,7 @@ def fill(client) -> int:
 
 
 def test_a_full_channel_before_a_message_is_read_one_message_in_a_pass(world, join):
-    """It took them all at once, and who went on writing had it take 20,000: others' steps waited for that."""
+    """They were taken all at once, 20,000 from a client that went on writing: others' steps waited for that."""
     client, other = join(world), join(world)
     sent = fill(client)
     for ref in (1, 2, 3):

@@ -132,7 +132,7 @@ class Checks:
 
     def start(self, server: ForkServer, epoll: select.epoll) -> list[ProgramRefused]:
         """Start queued checks, up to the bound. Call `hear` when `epoll` reports a channel of their processes. Returns
-        those that could not be started: each costs its own Program, whoever's request has started it."""
+        those that could not be started: each costs its own Program, and not the one that was submitted last."""
         refused = []
         while self._waiting and len(self.running) < self._at_once:
             check = self._waiting.popleft()
