@@ -68,6 +68,18 @@ def _check(trainer: Any) -> None:
         )
 
 
+def _check_callbacks(trainer: Any) -> None:
+    """Callbacks are added until training begins. Raises ConfigError for one that would look at gradients."""
+    for callback in trainer.callback_handler.callbacks:
+        hook = getattr(type(callback), "on_pre_optimizer_step", None)
+        if hook is not None and not hook.__module__.startswith("transformers."):
+            raise ConfigError(
+                f"the callback {type(callback).__name__} has on_pre_optimizer_step(), which would find no gradients:"
+                " they are in the daemon",
+                "remove it (trainer.remove_callback), or use gpumux.client.submit in a loop of your own",
+            )
+
+
 class Steps:
     """A Trainer's steps as a job, opened at the first step."""
 
@@ -78,6 +90,13 @@ class Steps:
         # The step of a batch, and of the last batch before the optimizer's step.
         self._calls: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.norm: Tensor | None = None  # of the newest step's gradients, before clipping
+        self._taken: tuple[Any, Any] | None = None  # the optimizer whose step() is in the captured step, and its own
+
+    def take_over(self, optimizer: Any) -> None:
+        """Have `optimizer.step()` do nothing until the end: the captured step includes it."""
+        if not isinstance(optimizer.step, _Done):
+            self._taken = optimizer, vars(optimizer).get("step")
+            optimizer.step = _Done()
 
     def run(self, model: Any, inputs: Mapping[str, Any], items: Any, last: bool) -> Tensor:
         """The loss of one batch, detached. last: it is the last batch before the optimizer's step."""
@@ -98,6 +117,7 @@ class Steps:
 
     def _submit(self, model: Any, batch: tuple[Any, ...], clip: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
         trainer, optimizer = self._trainer, self._optimizer()
+        _check_callbacks(trainer)
         whole = _step(trainer, model, optimizer)
         if trainer.args.gradient_accumulation_steps == 1:
             self.job = submit(whole, example=(*batch, clip), model=model, optimizer=optimizer, **self._options)
@@ -113,7 +133,13 @@ class Steps:
         return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
 
     def end(self) -> None:
-        """Close the job, which copies the trained state back. Idempotent."""
+        """Give back the optimizer, and close the job, which copies the trained state back. Idempotent."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            optimizer, step = taken
+            del optimizer.step
+            if step is not None:  # a schedule had replaced it
+                optimizer.step = step
         job, self.job, self._calls = self.job, None, None
         if job is not None:
             job.close()
@@ -157,9 +183,7 @@ class OnGpumux:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         last = self.accelerator.gradient_state.sync_gradients  # type: ignore[attr-defined]
-        optimizer = self.optimizer  # type: ignore[attr-defined]
-        if not isinstance(optimizer.step, _Done):
-            optimizer.step = _Done()  # the captured step includes it
+        self._gpumux.take_over(self.optimizer)  # type: ignore[attr-defined]
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         return self._gpumux.run(model, inputs, num_items_in_batch, last)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.client.parity import Work, check
+from gpumux.errors import ConfigError
+from gpumux.integrations.huggingface import on_gpumux
+from tests.client.parity import Work, assert_same, check
 
 transformers = pytest.importorskip("transformers", reason="the extra `test` brings it")
 
@@ -90,3 +93,56 @@ def resnet() -> Work:
 @pytest.mark.every(5)
 def test_equal_to_the_plain_loop(make: Any, endpoint: str) -> None:
     check(make, endpoint)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_callback_that_looks_at_gradients_is_refused_by_name(endpoint: str, tmp_path: Path) -> None:
+    """It was called, and found none."""
+
+    class Norms(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            raise AssertionError("it was called")
+
+    class Quiet(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        """Looks at none."""
+
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=50, max_position_embeddings=16, **SMALL))
+    data = [{"input_ids": torch.arange(12), "labels": torch.arange(12)}] * 2
+    given = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+        per_device_train_batch_size=2,
+    )  # fmt: skip
+    trainer = on_gpumux(transformers.Trainer(model, given, train_dataset=data), endpoint=endpoint)
+    trainer.add_callback(Norms())
+    trainer.add_callback(Quiet())
+    with pytest.raises(ConfigError, match=r"the callback Norms has on_pre_optimizer_step\(\)"):
+        trainer.train()
+    trainer.remove_callback(Norms)
+    assert trainer.train().global_step == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("one_thread")
+def test_a_trainer_trains_a_second_time_and_its_optimizer_is_its_own_again(endpoint: str, tmp_path: Path) -> None:
+    """`step()` of its optimizer did nothing after training, and a schedule could not be made for it again."""
+
+    def twice(daemon: str | None) -> list[Any]:
+        torch.manual_seed(7)
+        model = transformers.BertForMaskedLM(
+            transformers.BertConfig(vocab_size=50, max_position_embeddings=16, **SMALL)
+        )
+        data = [{"input_ids": torch.arange(n, n + 12), "labels": torch.arange(12)} for n in range(6)]
+        given = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+            per_device_train_batch_size=2, lr_scheduler_type="constant",
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, given, train_dataset=data)
+        if daemon is not None:
+            trainer = on_gpumux(trainer, endpoint=daemon)
+        losses = [trainer.train().training_loss for _ in range(2)]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        trainer.optimizer.step()
+        return [losses, model.state_dict()]
+
+    assert_same(twice(endpoint), twice(None), "twice")
