@@ -304,15 +304,15 @@ class Loop:
         """Run timers and calls queued by other threads. Called on a wake-up or when a deadline has passed."""
         self._offload.collect()
         while self._calls:
-            self._surely("what another thread asked for", self._calls.popleft())
+            self._try("what another thread asked for", self._calls.popleft())
         if self._commands.wake_at is not None and now >= self._commands.wake_at:
             self._commands.wake_at = None
             self.context.feed(ev.Tick())
         if self.fusion.active and now >= self.fusion.due:
             self.fusion.tick()
         if now >= self._tracing.due:
-            self._surely("the end of a recording", self._tracing.finish)
-        self._surely("looking after snapshots", partial(self._snapshot_requests.run_timers, now))
+            self._try("the end of a recording", self._tracing.finish)
+        self._try("looking after snapshots", partial(self._snapshot_requests.run_timers, now))
         self._make_reports(now)
         if self._stop_reason is not None and self._leave_by == inf and self._snapshot_requests.may_leave(now):
             self._leave(self._stop_reason, now)
@@ -320,7 +320,7 @@ class Loop:
             self._next_call = now + self._every_s
             self._on_time()
 
-    def _surely(self, what: str, do: Callable[[], object]) -> None:
+    def _try(self, what: str, do: Callable[[], object]) -> None:
         """Do something on which no job hangs: a bug in it ends nothing."""
         try:
             do()
@@ -330,7 +330,7 @@ class Loop:
     def _make_reports(self, now: float) -> None:
         """Make what operators read, and keep what was learned, when it is due. No job hangs on it, so a bug in it ends
         nothing."""
-        self._surely("the check of jobs' memory", partial(self._memory_overuse.check, now))
+        self._try("the check of jobs' memory", partial(self._memory_overuse.check, now))
         if self.snapshots.wanted():
             try:
                 self.snapshots.publish(self.figures())
@@ -338,7 +338,7 @@ class Loop:
                 self._bugs.in_report("a reading of the metrics", error)
                 self.snapshots.fail()  # the next scrape tries again, and not the next turn
         if now >= self._learned.due:
-            self._surely("keeping what was learned of interference", self._learned.save)
+            self._try("keeping what was learned of interference", self._learned.save)
 
     def _wait(self) -> tuple[Collection[str], Sequence[tuple[int, int]]]:
         """Wait until something is ready. Returns the groups that may have something, and the channels that do."""
@@ -544,7 +544,7 @@ class Loop:
         """Release everything the loop made. Its owner closes the router and the device."""
         self.snapshots.close()
         self._offload.close()
-        self._surely("keeping what was learned of interference", self._learned.close)
+        self._try("keeping what was learned of interference", self._learned.close)
         self._snapshot_requests.close()
         self.fusion.close()
         for job in list(self.context.records.jobs):

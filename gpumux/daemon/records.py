@@ -32,7 +32,7 @@ class SessionRecord:
     ends: dict[JobId, Fault] = field(default_factory=dict)  # why its newest jobs to fail have ended, MOST_ENDS of them
 
     def ended(self, job: JobId, fault: Fault) -> None:
-        """Remember why a job failed, for what its client may have sent before it heard of it."""
+        """Remember why a job failed, to answer messages with that were sent before JobEnded arrived."""
         self.ends[job] = fault
         if len(self.ends) > MOST_ENDS:
             del self.ends[next(iter(self.ends))]

@@ -559,7 +559,7 @@ def start_load(context: DaemonContext, job: JobRecord) -> None:
 
 
 def _raise_end(session: SessionRecord, job: str) -> None:
-    """Raise why a job of the session has failed, if it has: a client whose message crossed that news learns it, too."""
+    """Raise why a job of the session has failed, if it has. The message may have been sent before JobEnded arrived."""
     fault = session.ends.get(JobId(job))
     if fault is not None:
         raise from_code(fault.code, fault.message, fault.remedy)

@@ -35,6 +35,7 @@ def on_gpumux(trainer: Trainer, **options: Unpack[SubmitOptions]) -> Trainer:
     `compute_loss`. One that overrides `training_step` is refused, as that is what gpumux replaces.
 
     Raises ConfigError for what can't be captured as a step: several devices, float16, DeepSpeed, FSDP, compiled models.
+    `train()` raises it for a callback that has on_pre_optimizer_step.
     """
     cls = type(trainer)
     if issubclass(cls, OnGpumux):
@@ -90,7 +91,7 @@ class Steps:
         # The step of a batch, and of the last batch before the optimizer's step.
         self._calls: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self.norm: Tensor | None = None  # of the newest step's gradients, before clipping
-        self._taken: tuple[Any, Any] | None = None  # the optimizer whose step() is in the captured step, and its own
+        self._taken: tuple[Any, Any] | None = None  # the optimizer, and the step() that was set on it, if one was
 
     def take_over(self, optimizer: Any) -> None:
         """Have `optimizer.step()` do nothing until the end: the captured step includes it."""

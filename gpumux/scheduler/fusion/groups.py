@@ -433,8 +433,9 @@ class FusionGroups:
         assert group.running
         group.running -= 1
         for member in group.members:
-            member.active = now
-            if not group.running:
+            if group.running:
+                member.active = now
+            else:
                 self._over(member, now)
         if group.cold:
             group.cold -= 1
