@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gpumux.capture.recorder import leaves
 from gpumux.capture.tracer import suppress_fake_tensor_logs
 from gpumux.errors import NotFusible
 from gpumux.fuse import rules
@@ -27,7 +28,7 @@ from gpumux.fuse.template import (
     stream_bytes,
 )
 from gpumux.program import onednn_lstm
-from gpumux.program.ir import ITEM_BYTES, Program, View, contiguous_strides
+from gpumux.program.ir import ITEM_BYTES, Program, ScalarRef, View, contiguous_strides
 
 # Operators that read only the shape and layout of their operand.
 _BY_SHAPE = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
@@ -265,13 +266,30 @@ class Fuser:
         """Run it once a model."""
         for operand in call.written:
             self.placements.write_each(operand.view)
-        every = [self._run_for(call, model, randoms[model] if randoms else None) for model in range(self.models)]
+        if randoms:
+            every = [self._run_for(call, model, randoms[model]) for model in range(self.models)]
+        else:
+            every = self._run_for_each(call)
         for position, view in enumerate(call.outputs()):
             if view is not None and not self.placements.of(view).known:
                 self.placements.put_each(view, [made[position] for made in every])
 
-    def _run_for(self, call: Call, model: int, random: int | None) -> list[Any]:
-        """Run it for one model; returns its results in the form of `_returned`."""
+    def _run_for_each(self, call: Call) -> list[list[Any]]:
+        """Run it for each model, in the form of `_returned`. What the operator makes is found out for the first model;
+        for the others it is written down again with their operands, where they are laid out alike."""
+        first = leaves(self._arguments(call, 0))  # may copy operands into another form
+        mark = self.emitter.mark()
+        every = [self._run_for(call, 0, None)]
+        # Of numbers that differ, some may be the default, which is not written down.
+        numbers = any(not isinstance(v, ScalarRef) for _, varying in call.varying() for v in varying.values)
+        repeatable = not numbers and len(self.emitter.ops) == mark.ops + 1
+        for model in range(1, self.models):
+            again = self.emitter.repeat(mark, first, leaves(self._arguments(call, model))) if repeatable else None
+            every.append(self._run_for(call, model, None) if again is None else again)
+        return every
+
+    def _arguments(self, call: Call, model: int) -> dict[str, Any]:
+        """One model's arguments, by name."""
 
         def put(value: Any) -> Any:
             if isinstance(value, Operand):
@@ -280,7 +298,11 @@ class Fuser:
                 return self.placements.source(value.values[model], model)
             return [put(v) for v in value] if isinstance(value, list) else value
 
-        args = {name: put(value) for name, value in call.args.items()}
+        return {name: put(value) for name, value in call.args.items()}
+
+    def _run_for(self, call: Call, model: int, random: int | None) -> list[Any]:
+        """Run it for one model; returns its results in the form of `_returned`."""
+        args = self._arguments(call, model)
         # The generator is not an argument in a Program: the device passes each op the stream it draws from.
         arguments = [a for a in call.func._schema.arguments if a.name != "generator"]
         positional = tuple(args[a.name] for a in arguments if not a.kwarg_only)

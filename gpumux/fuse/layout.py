@@ -171,14 +171,14 @@ class Placements:
             return self.emitter.window(placement.split[model], view.dtype, view.size, view.stride, view.offset)
         if model in placement.parts:
             return self.emitter.window(placement.parts[model], view.dtype, view.size, view.stride, view.offset)
-        stacked = self._stacked(view, whole=True)
-        return (self.all(view) if stacked is None else stacked).select(0, model)
+        at = stack_view(view, placement.nbytes, self.models) if placement.nbytes in placement.stacked else None
+        if at is None:
+            return self.all(view).select(0, model)
+        storage = placement.stacked[placement.nbytes]
+        return self.emitter.window(storage, view.dtype, at.size, at.stride, at.offset + model * at.step)
 
-    def _stacked(self, view: View, whole: bool = False) -> torch.Tensor | None:
-        placement = self.of(view)
-        for block, storage in placement.stacked.items():
-            if whole and block != placement.nbytes:
-                continue
+    def _stacked(self, view: View) -> torch.Tensor | None:
+        for block, storage in self.of(view).stacked.items():
             at = stack_view(view, block, self.models)
             if at is not None:
                 return self._window(storage, view.dtype, at)

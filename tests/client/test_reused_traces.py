@@ -504,7 +504,9 @@ def test_the_same_model_goes_on_in_a_second_job(endpoint: str):
 def test_models_of_an_array_are_traced_once(traces: list[str]):
     """A trace that no second one confirmed is for models of arrays alone, of which one is traced twice."""
     for number in range(4):
-        step, model, optimizer = build(make=torch.optim.AdamW, lr=0.1 * (number + 1), weight_decay=0.1 * number)
+        step, model, optimizer = build(
+            make=torch.optim.AdamW, lr=0.1 * (number + 1), weight_decay=0.1 * number, betas=(0.9 - 0.1 * number, 0.95)
+        )
         member = Member("m", step, model, optimizer, max_variants=None, twice=number == 0)
         before = len(traces)
         assert member.choose((X, Y), {}).program.lowered.program.ops

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from clients.models.workloads import RECIPES, workload
+from gpumux.fuse.emit import FusionEmitter
+from gpumux.fuse.fuse import Fuser
+from gpumux.fuse.template import Fused
 from tests.fuse.serial import STEPS, TOLERANCE, array_of, relative_difference
 from tests.threads import one_thread
 
@@ -114,3 +117,31 @@ def same_optimizer(
             if isinstance(value, Tensor):
                 mine, its = left(mine, without), left(its, without)
             assert relative_difference(mine, its) <= TOLERANCE, f"{of} of {names[index]} {whose}"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.every(3)
+def test_an_operator_is_written_down_for_other_models_as_for_the_first(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Without running it on their fake tensors, which would give the same Program."""
+    run, repeat = Fuser.run, FusionEmitter.repeat
+    found: list[Fused] = []
+    repeated: list[bool] = []
+
+    def kept(self: Fuser, batch_per_model: bool) -> Fused:
+        found.append(run(self, batch_per_model))
+        return found[-1]
+
+    def counted(self: FusionEmitter, *args: Any) -> Any:
+        repeated.append((made := repeat(self, *args)) is not None)
+        return made
+
+    monkeypatch.setattr(Fuser, "run", kept)
+    made = workload(name)
+    programs = []
+    for how in (counted, lambda *_: None):
+        monkeypatch.setattr(FusionEmitter, "repeat", how)
+        with one_thread(), array_of(made.factory, made.configs(3), made.batch(0), choose="per-model"):
+            programs.append([(each.program, each.tables) for each in found])
+        found.clear()
+    assert programs[0] == programs[1]
+    assert sum(repeated) > 0.9 * len(repeated)

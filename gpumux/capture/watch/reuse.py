@@ -120,6 +120,8 @@ class _Describer:
             for value in watch.read():
                 if kinds and type(value) in (int, float):
                     self._say("number")
+                elif kinds and type(value) is tuple and all(type(each) in (int, float) for each in value):  # betas
+                    self._say("numbers", len(value))
                 else:
                     self._value(value)
         for name in sorted(filter(sys.modules.__contains__, self._names)):  # those that an `import` in the code names
