@@ -1,6 +1,8 @@
-"""MobileNetV3-Large: inverted residuals with depthwise convolutions, squeeze and excitation, and hard swish.
+"""MobileNetV2 and MobileNetV3-Large: inverted residuals with depthwise convolutions; in V3 squeeze and excitation, and
+hard swish.
 
-Source: Howard et al., "Searching for MobileNetV3" (2019), table 1; HFTA trains it on CIFAR-10.
+Sources: Sandler et al., "MobileNetV2: Inverted Residuals and Linear Bottlenecks" (2018), table 2; Howard et al.,
+"Searching for MobileNetV3" (2019), table 1. HFTA trains V3 on CIFAR-10, and tunes which of the two is better.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Row(NamedTuple):
-    """A row of the paper's table 1."""
+    """A row of MobileNetV3's table 1."""
 
     kernel: int
     expanded: int
@@ -33,6 +35,26 @@ LARGE = (
 )  # fmt: skip
 TINY = (Row(3, 8, 8, False, False, 1), Row(5, 16, 8, True, True, 2), Row(3, 24, 8, False, True, 1))
 SIZES: dict[str, tuple[Sequence[Row], int]] = {"full": (LARGE, 1280), "small": (LARGE[:6], 64), "tiny": (TINY, 16)}
+
+
+class V2Row(NamedTuple):
+    """A row of MobileNetV2's table 2: `repeats` blocks, the first of them with the stride."""
+
+    expansion: int
+    out: int
+    repeats: int
+    stride: int
+
+
+V2 = (
+    V2Row(1, 16, 1, 1), V2Row(6, 24, 2, 2), V2Row(6, 32, 3, 2), V2Row(6, 64, 4, 2), V2Row(6, 96, 3, 1),
+    V2Row(6, 160, 3, 2), V2Row(6, 320, 1, 1),
+)  # fmt: skip
+V2_TINY = (V2Row(1, 8, 1, 1), V2Row(2, 8, 2, 2))
+# Rows, channels of the first convolution and of the last.
+V2_SIZES: dict[str, tuple[Sequence[V2Row], int, int]] = {
+    "full": (V2, 32, 1280), "small": (V2[:3], 32, 64), "tiny": (V2_TINY, 8, 16)
+}  # fmt: skip
 
 
 def _round8(channels: float) -> int:
@@ -78,9 +100,11 @@ class SqueezeExcitation(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    def __init__(self, channels: int, row: Row) -> None:
+    """Of `channels` channels. `act`: the activation; by default that of the row."""
+
+    def __init__(self, channels: int, row: Row, act: type[nn.Module] | None = None) -> None:
         super().__init__()
-        act: type[nn.Module] = nn.Hardswish if row.hard_swish else nn.ReLU
+        act = act or (nn.Hardswish if row.hard_swish else nn.ReLU)
         wide = row.expanded
         layers: list[nn.Module] = []
         if wide != channels:
@@ -94,6 +118,29 @@ class InvertedResidual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x)
         return x + out if self.skips else out
+
+
+class MobileNetV2(nn.Module):
+    """[N, 3, H, W] -> [N, classes] logits."""
+
+    def __init__(self, size: str = "full", classes: int = 10, dropout: float = 0.2) -> None:
+        super().__init__()
+        rows, channels, last = V2_SIZES[size]
+        layers: list[nn.Module] = [Convolution(3, channels, 3, stride=2, act=nn.ReLU6)]
+        for row in rows:
+            for k in range(row.repeats):
+                stride = row.stride if k == 0 else 1
+                block = Row(3, row.expansion * channels, row.out, False, False, stride)
+                layers.append(InvertedResidual(channels, block, nn.ReLU6))
+                channels = row.out
+        self.features = nn.Sequential(*layers, Convolution(channels, last, 1, act=nn.ReLU6))
+        self.head = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(last, classes)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(x))
+        return logits
 
 
 class MobileNetV3(nn.Module):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from clients.models import bert, dcgan, language, pointnet
 from clients.models.cnn import DigitsCNN
-from clients.models.mobilenet import MobileNetV3
+from clients.models.mobilenet import MobileNetV2, MobileNetV3
 from clients.models.resnet import resnet18
 from gpumux.errors import ConfigError
 
@@ -34,7 +34,18 @@ Step = Callable[..., Tensor]
 Made = tuple[Step, Any, Any]
 DTYPES = (torch.float32, torch.float64)
 SIZES = ("full", "small", "tiny")
-KEYS = ("lr", "betas", "weight_decay", "dropout", "feature_transform", "seed", "gamma", "step_size", "foreach")
+KEYS = (
+    "lr",
+    "betas",
+    "weight_decay",
+    "dropout",
+    "feature_transform",
+    "seed",
+    "gamma",
+    "step_size",
+    "foreach",
+    "version",
+)
 
 
 @dataclass(frozen=True)
@@ -64,9 +75,9 @@ class Workload:
 
     def factory(self, config: Config) -> Made:
         """The keys of a config, all optional: those of the paper's table 12 (`lr`, `betas`, `weight_decay`,
-        `feature_transform`; `gamma` and `step_size` are for `scheduler`), `dropout`, the optimizer's `foreach`, and
-        `seed`, which torch's generator is set to before weights are drawn. The step's own draws follow from there, or
-        from the seed of the job. Raises ConfigError."""
+        `feature_transform`, `version`; `gamma` and `step_size` are for `scheduler`), `dropout`, the optimizer's
+        `foreach`, and `seed`, which torch's generator is set to before weights are drawn. The step's own draws follow
+        from there, or from the seed of the job. Raises ConfigError."""
         unknown = sorted(set(config) - set(KEYS))
         if unknown:
             raise ConfigError(f"{unknown[0]!r} is not a hyper-parameter of these workloads", f"use {', '.join(KEYS)}")
@@ -231,6 +242,7 @@ def _point_options(config: Config) -> dict[str, Any]:
     return {"feature_transform": config.get("feature_transform", True)} | _dropped(config)
 
 
+MOBILENETS: dict[str, type[nn.Module]] = {"V2": MobileNetV2, "V3-Large": MobileNetV3}
 CNN = {
     "full": {"width": 32, "colours": 3, "edge": 32},
     "small": {"width": 8, "colours": 3, "edge": 32},
@@ -257,7 +269,7 @@ RECIPES: dict[str, Recipe] = {
     "resnet18": Recipe(_images((32, 32, 16)), (128, 8, 4), *_ADADELTA, lambda size, config: resnet18(size), _classify),
     "mobilenet_v3": Recipe(
         _images((32, 32, 16)), (1024, 8, 4), *_ADAM,
-        lambda size, config: MobileNetV3(size, **_dropped(config)), _classify,
+        lambda size, config: MOBILENETS[config.get("version", "V3-Large")](size, **_dropped(config)), _classify,
     ),
     "transformer": Recipe(
         _sentences, (32, 2, 4), *_ADADELTA,

@@ -400,10 +400,10 @@ number  on validation data,  direction = "maximize" or "minimize",  and, for a s
   [batch_size]
   choices = [32, 64]    infusible: changes operators or shapes, so it parts trials into arrays
 
---scheduler says how trials are trained: `fused` as arrays, `concurrent` as jobs of a running daemon, `serial` one after
-another, `auto` as arrays where that is expected to end sooner, else one after another. It changes what a sweep costs,
-not what it finds. With --storage a sweep that was ended, or killed, goes on
-when the same command is run again; Optuna's dashboard reads it. docs/tuning.md says more.
+--scheduler says how trials are trained: `fused` as arrays, `concurrent` as jobs of a running daemon, `daemon` as jobs
+of which it may run equal ones as one, `serial` one after another, `auto` as arrays where that is expected to end
+sooner, else one after another. It changes what a sweep costs, not what it finds. With --storage a sweep that was
+ended, or killed, goes on when the same command is run again; Optuna's dashboard reads it. docs/tuning.md says more.
 
 examples:
   gpumux tune clients.digits_sweep:factory --space clients/digits_sweep.toml --trials 16 --steps 400
@@ -447,7 +447,12 @@ def add_tuning(parser: argparse.ArgumentParser) -> None:
     flag(
         "--sampler", choices=("random", "tpe"), default="random", help="where configurations come from (default random)"
     )
-    flag("--scheduler", choices=("auto", "serial", "concurrent", "fused"), default="auto", help="default auto")
+    flag(
+        "--scheduler",
+        choices=("auto", "serial", "concurrent", "daemon", "fused"),
+        default="auto",
+        help="default auto",
+    )
     flag("--seed", metavar="N", type=int, default=0, help="of configurations, weights and random draws (default 0)")
     flag("--storage", metavar="URL", help="an Optuna storage: sqlite:///FILE (pip install optuna)")
     flag("--study", metavar="NAME", help="the sweep's name in the storage (default: MODULE:FACTORY)")
@@ -459,11 +464,11 @@ def add_tuning(parser: argparse.ArgumentParser) -> None:
         type=size,
         help="auto and fused: of an array at most (default: half of what is free)",
     )
-    flag("--concurrent", metavar="N", type=whole, default=4, help="concurrent: jobs at a time (default 4)")
+    flag("--concurrent", metavar="N", type=whole, default=4, help="concurrent and daemon: jobs at a time (default 4)")
     flag(
         "--endpoint",
         metavar="URL",
-        help="which daemon (concurrent: default GPUMUX_ENDPOINT, GPU 0; auto and fused: default none)",
+        help="which daemon (concurrent, daemon: default GPUMUX_ENDPOINT, GPU 0; auto and fused: default none)",
     )
     flag("--threads", metavar="N", type=whole, help="auto, serial and fused: torch's threads on the CPU")
     flag("--plot", metavar="FILE.png", help="draw scores over steps and time (pip install matplotlib)")

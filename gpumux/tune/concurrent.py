@@ -1,6 +1,7 @@
-"""The scheduler `concurrent`: every trial is a job of its own of a running daemon, several at a time.
+"""The schedulers `concurrent` and `daemon`: every trial is a job of its own of a running daemon, several at a time.
 
-One thread feeds all jobs: a job with room for a step gets its next batch. The daemon runs each in a process of its own.
+One thread feeds all jobs: a job with room for a step gets its next batch. With `concurrent` the daemon runs each in a
+process of its own; with `daemon` it may run equal ones as one (docs/fusion.md, "Equal jobs of separate processes").
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ INFLIGHT = 2  # unanswered steps of a job at a time
 
 class ConcurrentTrainer:
     """Device seconds are those the daemon measured. If pieces of several jobs run side by side, they add up to more
-    than the elapsed time."""
+    than the elapsed time.
 
-    name = "concurrent"
+    fusible: the daemon may run the steps of equal jobs as one; each has its part of their device seconds."""
 
     def __init__(
         self,
@@ -32,10 +33,14 @@ class ConcurrentTrainer:
         most: int,
         endpoint: str | None,
         priority: Literal["high", "low"] = "low",
+        fusible: bool = False,
     ) -> None:
+        self.name = "daemon" if fusible else "concurrent"
         self._task, self._checkpoints = task, checkpoints
         self._most, self._endpoint, self._priority = most, endpoint, priority
-        self._peak = 0
+        self._fusible = fusible
+        self._peak = self._steps = self._fused_steps = 0
+        self._why_alone = ""  # of the last trial of which no step ran as one with others'
 
     def train(self, works: Sequence[TrialWork], watch: Watch) -> Generator[Outcome, None, None]:
         waiting, running = deque(works), list[_Trial]()
@@ -79,19 +84,36 @@ class ConcurrentTrainer:
         with naming_trial(work.trial, work.config, "the step"):
             job = submit(
                 step, example=first, model=model, optimizer=optimizer, priority=self._priority, seed=work.draws,
-                name=f"trial-{work.trial}", endpoint=self._endpoint, max_inflight=INFLIGHT,
+                name=f"trial-{work.trial}", endpoint=self._endpoint, max_inflight=INFLIGHT, fusible=self._fusible,
             )  # fmt: skip
         return _Trial(task, work, job, model=model, optimizer=optimizer, first=first, batches=batches)
 
     def _close(self, trial: _Trial) -> Outcome:
         work = trial.work
         trial.job.sync()
+        device_s = self._fused_device_s(trial) if self._fusible else trial.device_s
         trial.job.close()
         self._checkpoints.save(work.trial, work.steps, read_state(trial.model, trial.optimizer))
-        return Outcome(work.trial, self._task.rate(work.trial, trial.model, work.config), trial.device_s)
+        return Outcome(work.trial, self._task.rate(work.trial, trial.model, work.config), device_s)
+
+    def _fused_device_s(self, trial: _Trial) -> float:
+        """The trial's device seconds: its part of those of the steps that ran as one with others' (the times of such a
+        step are those of all)."""
+        stats = trial.job.stats()
+        fusion = stats["fusion"]
+        self._steps += stats["steps_done"]
+        self._fused_steps += fusion["steps"]
+        if not fusion["steps"]:
+            self._why_alone = fusion["why"]
+        return float(stats["device_busy_s"])
 
     def notes(self) -> dict[str, Any]:
-        return {"jobs_at_once": self._peak}
+        notes: dict[str, Any] = {"jobs_at_once": self._peak}
+        if self._fusible:
+            notes |= {"steps": self._steps, "steps_as_one": self._fused_steps}
+            if self._steps and not self._fused_steps:
+                notes["none_as_one_because"] = self._why_alone
+        return notes
 
 
 class _Trial:

@@ -28,7 +28,7 @@ from gpumux.tune.task import Task, find
 from gpumux.tune.trainer import Checkpoints, Trainer
 
 ALGORITHMS = ("random", "hyperband")
-SCHEDULERS = ("auto", "serial", "concurrent", "fused")
+SCHEDULERS = ("auto", "serial", "concurrent", "daemon", "fused")
 DEPTH = 3  # rungs below the last one in Hyperband's largest bracket, if min_steps is not given
 
 
@@ -131,8 +131,9 @@ def tune(
     algorithm: "random", or "hyperband" (min_steps, eta, skip_last: see gpumux.tune.algorithms.hyperband).
     scheduler: "auto", "fused" for trials that are expected to end sooner so, and "serial" for others (with an
         `endpoint`, "fused"); "serial", one trial after another in this process; "concurrent", up to `concurrent` jobs
-        at a time of the daemon at `endpoint`; "fused", arrays of trials that train as one, of at most `max_array`
-        models and `memory` bytes; with an `endpoint` each array is a job of that daemon.
+        at a time of the daemon at `endpoint`; "daemon", the same with fusible=True, so that the daemon may run equal
+        ones as one; "fused", arrays of trials that train as one, of at most `max_array` models and `memory` bytes; with
+        an `endpoint` each array is a job of that daemon.
     sampler: "random", or "tpe" (Optuna's; needs storage). seed: of configurations, weights and random draws.
     storage: URL of an Optuna storage, such as sqlite:///sweep.db. A sweep of the same name (`study`) in it is resumed:
         finished trials are not trained again.
@@ -209,10 +210,10 @@ def _trainer(
         from gpumux.tune.trainer import SerialTrainer
 
         return SerialTrainer(task, kept)
-    if scheduler == "concurrent":
+    if scheduler in ("concurrent", "daemon"):
         from gpumux.tune.concurrent import ConcurrentTrainer
 
-        return ConcurrentTrainer(task, kept, most=concurrent, endpoint=endpoint)
+        return ConcurrentTrainer(task, kept, most=concurrent, endpoint=endpoint, fusible=scheduler == "daemon")
     if scheduler == "fused" or (scheduler == "auto" and endpoint is not None):  # a job is captured in any case
         from gpumux.tune.fused import FusedTrainer
 

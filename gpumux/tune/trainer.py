@@ -51,7 +51,7 @@ Watch: TypeAlias = Callable[[TrainingProgress], None]
 
 
 class Trainer(Protocol):
-    """A scheduler: `auto`, `serial`, `concurrent` or `fused`."""
+    """A scheduler: `auto`, `serial`, `concurrent`, `daemon` or `fused`."""
 
     name: str
 

@@ -26,6 +26,7 @@ PUBLISHED = {
     "discriminator": (dcgan.Discriminator, 2_765_568),
     # torchvision's documentation, `num_params` of the ImageNet weights
     "resnet18": (lambda: resnet.resnet18(classes=1000), 11_689_512),
+    "mobilenet_v2": (lambda: mobilenet.MobileNetV2(classes=1000), 3_504_872),
     "mobilenet_v3_large": (lambda: mobilenet.MobileNetV3(classes=1000), 5_483_032),
     # 33,278 words and 2 layers of the word language model's shapes, in and out not tied, with the paper's sizes
     "transformer": (

@@ -52,6 +52,42 @@ def test_equal_to_serial(daemon: RunningDaemon):
     assert jobs_left(daemon) == []
 
 
+def test_trials_that_the_daemon_may_run_as_one_equal_serial(daemon: RunningDaemon):
+    """So short ones have ended before a group of them is there."""
+    task = "tests.tune.toy:without_draws"
+    many = tune(task, SPACE, scheduler="daemon", concurrent=3, endpoint=daemon.endpoint, **HYPERBAND)
+    alone = tune(task, SPACE, scheduler="serial", **HYPERBAND)
+    assert [e.config for e in many.entries] == [e.config for e in alone.entries]
+    for ours, theirs in zip(many.entries, alone.entries, strict=True):
+        assert ours.scores == pytest.approx(theirs.scores, rel=1e-9)
+    trained = sum(entry.steps for entry in alone.entries)
+    assert (many.scheduler, many.notes["steps"], many.notes["jobs_at_once"]) == ("daemon", trained, 2)
+    assert many.device_s > 0
+    assert jobs_left(daemon) == []
+
+
+def test_why_no_trials_ran_as_one_is_said(daemon: RunningDaemon):
+    found = tune(TASK, ONE, scheduler="daemon", trials=2, steps=3, endpoint=daemon.endpoint)
+    assert found.notes["steps_as_one"] == 0
+    assert found.notes["none_as_one_because"].startswith("runs by itself: ")
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_a_sweep_s_trials_run_as_one(one_thread: None):
+    """Trials with other learning rates and betas are one group."""
+    space = ONE | {"beta1": {"low": 0.8, "high": 0.95, "fusible": True}}
+    asked = {"trials": 4, "steps": 6000}
+    settings = {"GPUMUX_FUSE_GATHER_S": "0.1", "GPUMUX_FUSE_RETRY_S": "0.5"}
+    with running_daemon(threads=1, settings=settings) as own:
+        many = tune("tests.tune.toy:without_draws", space, scheduler="daemon", endpoint=own.endpoint, **asked)
+    alone = tune("tests.tune.toy:without_draws", space, scheduler="serial", **asked)
+    assert many.notes["steps"] == 4 * 6000
+    assert many.notes["steps_as_one"] > 0
+    for ours, theirs in zip(many.entries, alone.entries, strict=True):
+        assert ours.scores == pytest.approx(theirs.scores, rel=1e-9)
+
+
 @pytest.mark.extended
 def test_arrays_as_jobs_equal_serial(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Two arrays, and a survivor that then trains alone as a job of its own."""

@@ -35,7 +35,8 @@ def factory(config):
     if config["optimizer"] == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
     else:
-        optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
+        betas = (config.get("beta1", 0.9), 0.999)
+        optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"], betas=betas)
 
     def step(x, y):
         optimizer.zero_grad()
@@ -69,6 +70,13 @@ def score(model, config):
 
 def hyperparameters(config, k):
     return {"lr": config["lr"] * 0.5 ** (k // 10)}
+
+
+def without_draws(config):
+    """The same without dropout, so that a daemon may run equal trials as one."""
+    made = factory(config)
+    made[1][2].p = 0.0
+    return made
 
 
 # ---- what users get wrong
