@@ -429,6 +429,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         if executor.unstarted is None:
             self._supervisor.kill(executor.token)
         else:
+            self._to_start.pop(executor.job, None)
             forget_start(executor)
             executor.status = "was never started"
 
