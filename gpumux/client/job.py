@@ -635,9 +635,10 @@ class Job(Generic[Batch]):
             if keep:
                 self._keep()
             self._recovery.closing = True
+            fetched = not (sync and drain)  # or nobody wants it
             try:
                 if sync and drain:
-                    self._local.fetch_at_close(limit)
+                    fetched = self._local.fetch_at_close(limit)
                 elif drain and len(self._pending) and self._recovery.recorder is not None:
                     with suppress(GpumuxError):  # the futures have the error
                         self._wait(lambda: len(self._pending) == 0, limit)
@@ -647,8 +648,9 @@ class Job(Generic[Batch]):
                 self._recovery.stop()
                 try:
                     if self._remote.ended is None and self._session.dead is None:
-                        # The daemon keeps no state of a job that its client closed with its steps drained.
-                        finished = drain and not keep and (limit is None or not len(self._pending))
+                        # The daemon keeps no state of a job that its client closed with its steps drained. What could
+                        # not be fetched stays there, to be resumed.
+                        finished = drain and not keep and fetched and (limit is None or not len(self._pending))
                         self._remote.call(m.CloseJob, finished)
                         self._wait(lambda: len(self._pending) == 0, None)
                         if finished:

@@ -24,12 +24,13 @@ from gpumux.client.future import Pending, StepFuture, skipped_in, wait_answered
 from gpumux.client.recovery import Recovery
 from gpumux.client.remote import Remote
 from gpumux.client.snapshots import SnapshotMetadata
-from gpumux.errors import ConfigError, GpumuxError, LocalWrite, StaleGradient, StaleState
+from gpumux.errors import AdmissionRefused, ConfigError, GpumuxError, LocalWrite, StaleGradient, StaleState
 from gpumux.waves.steps import Waves
 
 log = logging.getLogger("gpumux.client")
 
 LOCK_S: Final = 60.0  # how long a read waits for another thread's verb
+ROOM_S, ROOM_PAUSE_S = 10.0, 0.2  # at the end of a job: for how long, and how often, a daemon without room is asked
 OFTEN: Final = 3  # consecutive steps, each followed by a read, after which a warning is logged
 
 
@@ -465,11 +466,12 @@ class LocalModel:
 
     # ---- the end
 
-    def fetch_at_close(self, limit: float | None) -> None:
+    def fetch_at_close(self, limit: float | None) -> bool:
         """Fetch the trained state if the local objects are stale. `limit`: seconds to wait without progress, None for
-        no limit. A failure is logged, so that the job can be closed all the same."""
+        no limit. A failure is logged, so that the job can be closed all the same. Returns whether nothing is missing
+        then."""
         if not self.unsynced or not self.staleness.stale:
-            return
+            return True
         steps = self.unsynced
         try:
             self._recovery.come_back(limit)
@@ -487,10 +489,11 @@ class LocalModel:
                         self.staleness.gradients.accumulated()
                 except StaleGradient as error:
                     log.warning("job %r ends, and a gradient is not the plain loop's: %s", self._name, error.message)
+                room_s = ROOM_S if limit is None else min(limit, ROOM_S)
                 if limit is None:
-                    self._recovery.persist(lambda: self._install(parts))
+                    self._recovery.persist(lambda: self._install_in_time(parts, room_s))
                 else:
-                    self._install(parts)
+                    self._install_in_time(parts, room_s)
                 self.staleness.fetched(parts)
             self.unsynced = 0
             log.info(
@@ -505,8 +508,23 @@ class LocalModel:
                 steps,
                 error.message,
             )
+            return False
         finally:
             self._remote.give_up_s = None
+        return True
+
+    def _install_in_time(self, parts: frozenset[Part], room_s: float) -> None:
+        """`_install`, and again for a while if the daemon has no room for the copy (descriptors, shared memory): once
+        the job is closed, the script can't ask again."""
+        until = time.monotonic() + room_s
+        while True:
+            try:
+                return self._install(parts)
+            except AdmissionRefused as error:
+                if time.monotonic() >= until:
+                    raise
+                log.info("job %r ends, and waits for its state: %s", self._name, error.message)
+            time.sleep(ROOM_PAUSE_S)
 
     def _finish_steps(self, limit: float | None) -> None:
         """Wait for the unanswered steps. Raises StaleState when no step is answered within `limit` seconds."""

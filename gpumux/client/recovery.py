@@ -188,6 +188,7 @@ class ReplayRecorder:
 
 MAX_STEPS = 50_000  # steps that a job keeps for replay
 MAX_CRASHES = 2  # crashes of the process that runs the job, or of ranks that lost each other, at the same step
+MAX_EARLY = 10  # such crashes before that step was sent again: what ends processes is something else
 MAX_ODD = 3  # refusals of requests that were accepted before
 DRAIN_S = 30.0  # for steps under way, before a job leaves its daemon; what is not answered then runs again elsewhere
 LEAVING_S = 30.0  # from a refusal to the end of the session: a daemon may take so long to leave
@@ -303,7 +304,8 @@ class Recovery:
         self._interval_s = snapshot_interval_s(session)
         self._reconnect_s = reconnect_s
         self._crashed_at = -2  # the newest answered step when the job's process died
-        self._crashes = 0  # crashes since then, with no further step answered
+        self._crashes = self._early = 0  # crashes since then, with no further step answered; before one was sent
+        self._sent = True  # whether a step that is not answered was sent to the job's process, or may be
         self._device = session.device_facts
         self._opened: Session | None = None  # where an unfinished attempt has opened the job
         self._group: GroupReplay | None = None  # in which an attempt runs steps again that ran so
@@ -598,9 +600,13 @@ class Recovery:
             )
         if isinstance(gone, (ExecutorCrashed, PeersLost, InternalError)) and ended is not None:
             newest = self._pending.newest
-            self._crashes = self._crashes + 1 if self._crashed_at == newest else 1
-            self._crashed_at = newest
-            if self._crashes > MAX_CRASHES:
+            if self._crashed_at != newest:
+                self._crashed_at, self._crashes, self._early = newest, 0, 0
+            if self._sent:
+                self._crashes += 1
+            else:  # it may have ended with the process that starts those of jobs, with a rank, or of memory
+                self._early += 1
+            if self._crashes > MAX_CRASHES or self._early > MAX_EARLY:
                 raise gone  # the step itself crashes the process
 
     def _is_over(self, gone: GpumuxError, until: float | None) -> bool:
@@ -643,7 +649,7 @@ class Recovery:
         session = self.session
         session.unregister(self._id)
         remote.reset(session)
-        self._group, self._by_itself = None, False
+        self._group, self._by_itself, self._sent = None, False, False
         session.register(self._id, pending.on_message)
         session.open_job(self._id, self._spec, None)
         self._opened = session
@@ -674,7 +680,7 @@ class Recovery:
         self.snapshots.restart()
         if self.paused and not paused:
             self._pause_again()
-        self._opened, self._away = None, None
+        self._opened, self._away, self._sent = None, None, True
         if self.place is not None:
             self.place.opened()
         begun = f"snapshot {point}" if point != BEGINNING else "its first state"
@@ -778,6 +784,7 @@ class Recovery:
             raise remote.end_error()
         slot = program.free.pop()
         frames = program.fill(slot, ran.batch)
+        self._sent |= step in pending.held
         pending.again(step, ran.program, slot)
         remote.post_step(step, ran.program, slot, ran.scalars, frames)
 

@@ -179,7 +179,7 @@ def served(serve: Callable[[ExitStack], None], log: logging.Logger, end: str) ->
 
 def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, again: Callable[[], Config]) -> None:
     """Open the daemon's parts and serve. `stack` closes them, also after an error."""
-    started = time.time()
+    started, began = time.time(), time.monotonic()
     raise_file_limit()
     raise_process_limit()
     say_core()
@@ -208,7 +208,7 @@ def serve(config: Config, stack: ExitStack, stop: StopRequest, reload: Hangup, a
         router.device["snapshot_s"] = config.snapshot_s
     router.device["holds_low_work"] = POLICIES[config.policy].holds_low_work  # clients report their waits only then
     port = server.port if server is not None else 0
-    identity = Identity(config, router.addresses, device.info, started, port)
+    identity = Identity(config, router.addresses, device.info, started, port, began)
     loop = Loop(
         identity, router, device.device, metrics=metrics, shared_limit=shared_limit(config), writer=writer,
         crashes=crashes,

@@ -30,7 +30,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -59,13 +59,15 @@ MOST_RATIO = 1e9  # JSON has no infinity
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Facts about a daemon that don't change while it runs. `started` is Unix time."""
+    """Facts about a daemon that don't change while it runs. `started` is Unix time, `began` the same moment by
+    time.monotonic(), which is never set."""
 
     config: Config
     endpoints: Sequence[str]
     device: DeviceInfo
     started: float
     metrics_port: int = 0
+    began: float = field(default_factory=time.monotonic)
 
 
 def state_of(job: dict[str, Any]) -> str:
@@ -93,7 +95,7 @@ def status(
             "policy": config.policy,
             "core": RUNS.kind,
             "started": identity.started,
-            "uptime_s": max(0.0, time.time() - identity.started),
+            "uptime_s": time.monotonic() - identity.began,
             "metrics_host": config.metrics_host,
             "metrics_port": identity.metrics_port,
             "leaving": snapshot["leaving"] or "",

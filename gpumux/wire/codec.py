@@ -444,9 +444,11 @@ def _check_version(spec: _Spec, values: list[Any]) -> None:
 
 
 def version_mismatch(theirs: int, side: str) -> VersionMismatch:
-    """The error that both ends raise if their protocols differ; it names both versions."""
+    """The error that both ends raise if their protocols differ; it names both versions. `side`: the other end, "client"
+    or "daemon"."""
+    ours = "client" if side == "daemon" else "daemon"  # the text is read at either end
     return VersionMismatch(
-        f"the {side} speaks protocol {theirs}, this side speaks protocol {PROTOCOL_VERSION}",
+        f"the {side} speaks protocol {theirs}, the {ours} speaks protocol {PROTOCOL_VERSION}",
         "install the same gpumux version on both sides",
     )
 

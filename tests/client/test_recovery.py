@@ -16,7 +16,7 @@ import torch
 
 from gpumux import client
 from gpumux.client import job as job_module
-from gpumux.client.recovery import Recovery
+from gpumux.client.recovery import MAX_CRASHES, Recovery
 from gpumux.errors import ConfigError, JobFailed, SnapshotFailed, UnknownJob
 from microbench.killed import Trial, accumulate_adamw, conv_sgd, dropout_adam, gan, plain
 from microbench.kills import Phoenix, Run, differences, submit
@@ -135,6 +135,30 @@ def test_an_executor_that_is_killed(daemon: Phoenix, caplog: pytest.LogCaptureFi
         turns(run, 10)
         as_undisturbed(run, dropout_adam)
     assert "SIGKILL" in said(caplog)[0]
+
+
+def test_a_process_that_ends_before_its_step_is_sent_again_is_not_the_steps_fault(
+    daemon: Phoenix, monkeypatch: pytest.MonkeyPatch
+):
+    """The fork server may have ended, or another rank's process, more often than a step may crash its own."""
+    restore, kills = Recovery._restore, []
+
+    def killed(self: Recovery, replay: Any) -> Any:
+        found = restore(self, replay)
+        if len(kills) <= MAX_CRASHES:
+            kills.append(self.session)
+            daemon.kill_executors()
+            assert self.session.wait(lambda: self._remote.ended is not None, 60.0)
+        return found
+
+    run = submit(dropout_adam(SEED), daemon.endpoint)
+    with run.job:
+        until_saved(run)
+        monkeypatch.setattr(Recovery, "_restore", killed)
+        daemon.kill_executors()
+        turns(run, 10)
+        as_undisturbed(run, dropout_adam)
+    assert len(kills) == MAX_CRASHES + 1
 
 
 def snapshots(daemon: Phoenix, run: Run) -> list[Path]:

@@ -21,6 +21,7 @@ import pytest
 from gpumux.client.session import Session
 from gpumux.config import Config
 from gpumux.daemon import main as daemon_main
+from gpumux.daemon import report
 from gpumux.daemon.snapshots.requests import EXPIRE_EVERY_S, STALL_S
 from gpumux.daemon.state import directory as state_directory
 from gpumux.errors import AdmissionRefused, ConfigError, VersionMismatch
@@ -116,6 +117,19 @@ def test_a_clock_that_jumps_makes_no_snapshot_too_old(daemon_in_process: tuple[D
     ((verb, asked, _),) = writer.asked
     assert verb == "expire"
     assert asked["before"] <= started + EXPIRE_EVERY_S + 1 - DAY_S
+
+
+@pytest.mark.parametrize("jump_s", [400 * DAY_S, -400 * DAY_S])
+def test_a_clock_that_jumps_makes_no_daemon_older_or_younger(
+    daemon_in_process: tuple[Daemon, FakeWriter], monkeypatch: pytest.MonkeyPatch, jump_s: float
+):
+    """`gpumux top` computes rates from it, and takes a daemon that became younger for another one."""
+    daemon, _ = daemon_in_process
+    began, wall = daemon.loop._identity.began, time.time()
+    monkeypatch.setattr(report.time, "monotonic", lambda: began + 7.0)
+    monkeypatch.setattr(report.time, "time", lambda: wall + jump_s)
+    ((told, _),) = daemon.say("s", msg.GetStatus(5))
+    assert told.body["daemon"]["uptime_s"] == 7.0
 
 
 # ---- Stopped processes.

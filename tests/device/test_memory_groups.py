@@ -124,6 +124,20 @@ def test_the_daemon_moves_out_of_the_group_that_has_limited_ones_below(tmp_path:
     assert groups.exceeded(name) == 0
     (place.path / name / "memory.events").write_text("low 0\noom 3\noom_kill 1\noom_group_kill 0\n")
     assert groups.exceeded(name) == 6 * MIB
+    (place.path / name / "memory.events").write_text("low 0\noom 0\noom_kill 1\noom_group_kill 0\n")
+    assert groups.exceeded(name) == 0, "the daemon's own group was full"
+
+
+def test_a_process_that_the_kernel_killed_in_version_1_took_too_much_only_if_its_own_group_was_full(tmp_path: Path):
+    root = tree(tmp_path, "4:memory:/x\n0::/\n", {"memory/x/memory.limit_in_bytes": "1"})
+    groups = MemoryGroups(find(root))
+    name = groups.make(5 * MIB)
+    own = root / "sys/fs/cgroup/memory/x" / name
+    (own / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    (own / "memory.failcnt").write_text("0\n")
+    assert groups.exceeded(name) == 0
+    (own / "memory.failcnt").write_text("3\n")
+    assert groups.exceeded(name) == 5 * MIB
 
 
 def test_swap_is_bounded_where_the_kernel_counts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

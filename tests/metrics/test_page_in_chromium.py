@@ -58,6 +58,7 @@ class State:
         self.jobs = list(jobs)
         self.answers = True
         self.stands_still = False
+        self.set_back_s = 0.0  # by which its machine's clock was set back
         self.leaving = ""
         self._second = 0
         self._one = threading.Lock()
@@ -70,7 +71,7 @@ class State:
                 for i, job in enumerate(self.jobs)
             ]
             guard = replace(GUARD, held_s={reason: 0.1 * n * (i < 3) for i, reason in enumerate(REASONS)})
-            found = replace(figures(*moved, guard=guard), when=1.7e9 + n, leaving=self.leaving)
+            found = replace(figures(*moved, guard=guard), when=1.7e9 + n - self.set_back_s, leaving=self.leaving)
             return replace(found, bans=(BAN,) if len(self.jobs) > 4 else ()) if self.answers else None
 
 
@@ -430,6 +431,17 @@ def test_a_daemon_that_is_gone_leaves_nothing_that_looks_like_now(show, serve):
     until(page, "!problem")
     assert not shown(page, "#alert")
     assert page.evaluate("seen.length") <= 2, "what the daemon before did is no part of this one's history"
+
+
+def test_a_daemon_whose_clock_was_set_back_goes_on_and_has_no_times_that_are_to_come(show):
+    state = State(*jobs(3))
+    page = show(state)
+    state.set_back_s = 3600.0
+    until(page, "seen[seen.length - 1].when < 1.7e9")
+    look(page, looks=3)
+    assert not page.evaluate("problem")
+    assert page.evaluate("seen.every((now, i) => i === 0 || now.when > seen[i - 1].when)")
+    assert text(page, "#share .legend li:nth-child(2)").split()[-1] == "%"
 
 
 def test_a_loop_that_stands_still_is_told_from_one_that_goes_on(show):

@@ -179,7 +179,7 @@ def test_own_code_may_say_one_for_one_point_zero_and_write_at_length():
 
 
 def test_another_protocol_is_named_even_if_its_hello_looks_different():
-    with pytest.raises(VersionMismatch, match="the client speaks protocol 7, this side speaks protocol 2"):
+    with pytest.raises(VersionMismatch, match="the client speaks protocol 7, the daemon speaks protocol 2"):
         decode(raw(1, 7, "something", "else"))
     with pytest.raises(VersionMismatch, match="the daemon speaks protocol 9"):
         decode(raw(2, 9))

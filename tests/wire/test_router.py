@@ -78,7 +78,7 @@ def test_a_client_of_protocol_1_is_refused_by_name(world, make_client):
     assert client.socket.poll(WAIT_MS)
     tag, ref, code, message, remedy = msgpack.unpackb(client.socket.recv_multipart()[0])
     assert (tag, ref, code) == (3, 0, "version_mismatch")
-    assert message == "the client speaks protocol 1, this side speaks protocol 2"
+    assert message == "the client speaks protocol 1, the daemon speaks protocol 2"
     assert remedy == "install the same gpumux version on both sides"
 
 

@@ -176,19 +176,22 @@ class Store:
     def find(self, uid: int, name: str) -> Kept:
         """Find the user's job of this name, the newest if there are several. Raises UnknownJob."""
         others: set[str] = set()
+        unreadable = 0
         for kept in sorted(self.kept(uid), key=lambda k: k.saved, reverse=True):
             called = self.name_of(kept)
             if called == name:
                 return kept
-            others.add(called)
+            unreadable += called is None
+            others.add(called or "")
         listed = ", ".join(sorted(repr(other) for other in others if other)[:8])
-        raise UnknownJob(
-            f"no job called {name!r} of yours was kept",
-            f"there are: {listed}" if listed else "submit it without resume=",
-        )
+        damaged = f", but what was kept of {unreadable} of your jobs can't be read" if unreadable else ""
+        remedy = f"there are: {listed}" if listed else "submit it without resume="
+        if unreadable:
+            remedy = f"see whether the disk of the daemon's state directory is damaged; {remedy}"
+        raise UnknownJob(f"no job called {name!r} of yours was kept{damaged}", remedy)
 
-    def name_of(self, kept: Kept) -> str:
-        """The job's name, from its newest readable snapshot; "" if none can be read."""
+    def name_of(self, kept: Kept) -> str | None:
+        """The job's name, from its newest readable snapshot; None if none can be read."""
         with suppress(OSError), self._home(kept.owner) as home:
             for _, _, name in sorted(_files(home), reverse=True):
                 try:
@@ -196,7 +199,7 @@ class Store:
                         return str((file.metadata() or {}).get("name", ""))
                 except (OSError, SafetensorError, ValueError):
                     continue
-        return ""
+        return None
 
     def kept(self, uid: int | None = None) -> Iterator[Kept]:
         """Every job with snapshots, of one user or all."""

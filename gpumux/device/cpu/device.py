@@ -150,6 +150,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         self._low_nice = low_nice
         self._fused = FusedPrograms(fuser, self._confined.of(None)) if fuser else None
         self._groups: MemoryGroups | None = None
+        self._to_start: dict[JobId, ExecutorRecord] = {}  # once there is a fork server that is ready
         self._by_token: dict[int, ExecutorRecord] = {}
         self._by_fd: dict[int, ExecutorRecord] = {}
         self._fds: tuple[int, ...] = ()
@@ -183,7 +184,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         return self._fds
 
     def due(self) -> float:
-        return inf  # every event makes a descriptor readable
+        return self._supervisor.due if self._total else inf  # all other events make a descriptor readable
 
     def poll(self) -> list[DeviceEvent]:
         if self._total == 0:
@@ -196,6 +197,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
                 os.eventfd_read(self._wakeup)
             else:
                 self._hear_workers()
+        self._supervisor.start_due()
         if self._schedule.waiting:
             self._hand_over()
         events, self._events = self._events, []
@@ -213,8 +215,8 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         which a client could have the daemon spend for nothing by opening jobs."""
         if job in self._jobs:
             return None
-        if self._fork_server is None or not is_seed(spec.seed):
-            return self._emit(JobDied(job, NO_FORK_SERVER if self._fork_server is None else BAD_SEED))
+        if not is_seed(spec.seed):
+            return self._emit(JobDied(job, BAD_SEED))
         nice = self._low_nice if spec.priority is Priority.LOW else 0
         connects = spec.gang is not None and self._confined.calls
         settings: dict[str, Any] = {"threads": self._threads, "seed": spec.seed, "target_s": PIECE_S, "nice": nice}
@@ -406,16 +408,16 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
                 _log.error("job %s: its control group keeps its limit of memory: %s", executor.job, error)
         if executor.unstarted is not None:
             if isinstance(command, Cut):
-                return None  # of a program that is not loaded
-            if self._fork_server is None:
-                executor.failure = NO_FORK_SERVER
-                return self._end(executor)
-            self._start(executor, self._fork_server)
+                return  # of a program that is not loaded
+            if self._ready_fork_server is None:
+                self._to_start[executor.job] = executor
+            else:
+                self._start(executor, self._ready_fork_server)
         fault = send(executor.channel, command)
         if fault is not None:  # without an end of the process its job would wait, and hold its place, for ever
             executor.failure = fault
             self._end(executor)
-        return None
+        return
 
     def _start(self, executor: ExecutorRecord, server: ForkServer) -> None:
         start(executor, server)
@@ -427,6 +429,7 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         if executor.unstarted is None:
             self._supervisor.kill(executor.token)
         else:
+            self._to_start.pop(executor.job, None)
             forget_start(executor)
             executor.status = "was never started"
 
@@ -511,6 +514,8 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
 
     def can_fork(self, server: ForkServer) -> None:
         super().can_fork(server)
+        while self._to_start:
+            self._start(self._to_start.popitem()[1], server)
         self._start_fusing(server)
 
     def child_exited(self, token: int, status: int | str) -> None:

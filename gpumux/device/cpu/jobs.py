@@ -167,7 +167,7 @@ class ExecutorRecord(DeviceJob):
             remedy = "look for an operator that takes far more memory than its results"
             return Fault("executor_crashed", message, f"{remedy}; other jobs are unharmed")
         if self.status == signal.SIGKILL:
-            remedy = "look whether the machine ran out of memory, or somebody killed it"
+            remedy = "look whether the machine, or the daemon's control group, ran out of memory, or somebody killed it"
         message = f"the process running the job {ending(self.status)}{doing}"
         return Fault("executor_crashed", message, f"{remedy}; other jobs are unharmed")
 

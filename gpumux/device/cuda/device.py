@@ -151,7 +151,7 @@ class CudaDevice(DeviceBase[CudaJob]):
 
     def due(self) -> float:
         """No descriptor turns readable when a launch ends: while any is in flight, poll again and again."""
-        return min(self._tracker.due(), self._profiles.due()) if self._total else inf
+        return min(self._tracker.due(), self._profiles.due(), self._supervisor.due) if self._total else inf
 
     def poll(self) -> list[DeviceEvent]:
         """See base.Device. Raises DeviceLost once the GPU's context has ended."""
@@ -162,6 +162,7 @@ class CudaDevice(DeviceBase[CudaJob]):
                 os.eventfd_read(self._wakeup)
             else:
                 self._hear_workers()
+        self._supervisor.start_due()
         try:
             self._worker.finished()
             for completed in self._tracker.completed():

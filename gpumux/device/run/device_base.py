@@ -32,7 +32,9 @@ UNKNOWN_JOB = Fault("unknown_job", "the device holds no such job", "open the job
 BAD_SEED = Fault("program", "the seed is not a 64-bit integer", "choose another")
 UNCHECKED = Fault("program", "the program was not checked", "check these bytes before loading them")
 NO_FORK_SERVER = Fault(
-    "executor_crashed", "the process that starts executors is gone", "restart the daemon; see its log"
+    "executor_crashed",
+    "the process that starts executors is gone",
+    "wait: another one is started; see the daemon's log",
 )
 
 
@@ -124,11 +126,9 @@ class DeviceBase(ABC, Generic[J]):
 
     def check(self, job: JobId, program: ProgramId, encoded: bytes, user: int | None = None) -> None:
         self._checks.submit(job, program, encoded, user)
-        if self._fork_server is not None:
-            self._start_checks(self._fork_server)
+        if self._ready_fork_server is not None:  # else once it is ready
+            self._start_checks(self._ready_fork_server)
             self._supervisor.watch()
-        else:
-            self._emit(dev.ProgramRefused(job, program, NO_FORK_SERVER))
 
     def load_program(
         self,
@@ -275,6 +275,13 @@ class DeviceBase(ABC, Generic[J]):
     @property
     def _fork_server(self) -> ForkServer | None:
         return self._supervisor.server
+
+    @property
+    def _ready_fork_server(self) -> ForkServer | None:
+        """None while there is none that forks: another one is started then, and what is to be forked waits. One that
+        is not ready yet is asked for nothing, since what it was asked for ends with it."""
+        server = self._supervisor.server
+        return None if server is None or server.facts is None else server
 
     def _hear_workers(self) -> None:
         """Handle what the fork server and the checkers have sent."""

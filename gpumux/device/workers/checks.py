@@ -60,7 +60,7 @@ class Check:
     encoded: bytes
     digest: bytes
     user: int | None
-    again: bool = False  # a process that had checked other Programs ended while it had this one
+    again: bool = False  # a process ended while it had this one, perhaps of something else
 
     @property
     def owner(self) -> int | JobId:
@@ -231,9 +231,10 @@ class Checks:
         check = checker.check
         if check is None or checker.cancelled:
             return answers
-        # It may have ended of something else, before it read this Program: it had waited long enough, or was stopped or
-        # killed while it waited. A process of its own decides.
-        if checker.answered and not check.again:
+        # It may have ended of something else: it had waited long enough, or was killed while it waited; or there is a
+        # reason in words, since a signal stopped it, or the fork server ended or had no process. A process of its own
+        # decides.
+        if (checker.answered or isinstance(status, str)) and not check.again:
             self._waiting.appendleft(replace(check, again=True))
             return []
         return [self._died(check, status)]
@@ -273,7 +274,9 @@ class Checks:
         how = ending(status)
         if "SIGXCPU" in how or "SIGALRM" in how:
             how = f"took longer than {self._settings['cpu_s']} s"
-        why = Fault("program", f"the check of the program {how}", "submit a smaller step")
+        outside = isinstance(status, str)
+        remedy = "submit it again, and see the daemon's log" if outside else "submit a smaller step"
+        why = Fault("program", f"the check of the program {how}", remedy)
         return ProgramRefused(check.job, check.program, why)
 
 

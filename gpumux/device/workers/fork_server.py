@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -10,15 +11,20 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any, Protocol
 
 import gpumux
 from gpumux.device.codecache import VARIABLE, CodeCache
 from gpumux.device.workers import channel
 from gpumux.device.workers.channel import EXITED, FORK, KILL, READY, RENICE, WARMED, Channel, packets, unpack
+from gpumux.errors import GpumuxError
 
 _CLOSE_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before another fork server, after one that died before it was ready
+_log = logging.getLogger("gpumux.daemon")
 TUNABLES = "GLIBC_TUNABLES"
 
 
@@ -31,20 +37,29 @@ class ForkServer:
     _tokens = count(1)
 
     def __init__(self, operators: Sequence[str] = ()) -> None:
-        ours, theirs = channel.pair()
         self._code = CodeCache()
+        try:
+            ours, theirs = channel.pair()
+        except OSError:
+            self._code.close()
+            raise
         with theirs:
             # -P: no module is imported from the daemon's working directory.
             arguments = [sys.executable, "-P", "-m", "gpumux.device.workers.fork_server_process", str(theirs.fileno())]
             arguments += operators
-            self._process = subprocess.Popen(
-                arguments,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                process_group=0,  # no session of its own: see fork_server_process.settle
-                env={**_environment(), VARIABLE: self._code.folder, TUNABLES: _heap()},
-            )
+            try:
+                self._process = subprocess.Popen(
+                    arguments,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    process_group=0,  # no session of its own: see fork_server_process.settle
+                    env={**_environment(), VARIABLE: self._code.folder, TUNABLES: _heap()},
+                )
+            except OSError:
+                ours.close()
+                self._code.close()
+                raise
         ours.setblocking(False)
         self.channel = Channel(ours, daemons=True)
         self.facts: dict[str, Any] | None = None  # once it is ready
@@ -196,22 +211,26 @@ class Owner(Protocol):
     def child_exited(self, token: int, status: int | str) -> None: ...
 
     def can_fork(self, server: ForkServer) -> None:
-        """The fork server runs and accepts requests."""
+        """The fork server is ready, and accepts requests."""
 
     def fork_server_lost(self, how: str) -> None:
-        """The fork server died, and the kernel killed its children with it."""
+        """The fork server died, and the kernel killed its children with it. Another one can fork later."""
 
 
 class ForkServerSupervisor:
-    """Starts the fork server, handles its messages, and starts another if it dies. `server` is None before `start`,
-    after `close`, and after a fork server died before it was ready."""
+    """Starts the fork server, handles its messages, and starts another if it dies: at once, but after a pause if it was
+    not ready or can't be started. Memory or descriptors may be short for a moment, and a daemon without a fork server
+    runs no job. `server` is None before `start`, after `close`, and in such a pause; of the first, which has to start
+    for the daemon to, there is no other before it was ready. `due`: when `start_due` has to be called."""
 
     def __init__(self, epoll: select.epoll, owner: Owner, operators: Sequence[str] = ()) -> None:
         self.server: ForkServer | None = None
+        self.due = inf
         self._epoll = epoll
         self._owner = owner
         self._operators = operators
         self._writes = False
+        self._pause_s = 0.0  # the next one; 0 until one was ready
 
     def start(self) -> None:
         self.server = ForkServer(self._operators)
@@ -233,7 +252,9 @@ class ForkServerSupervisor:
         try:
             for token, status in self.server.receive():
                 self._owner.child_exited(token, status)
-            self._owner.can_fork(self.server)
+            if self.server.facts is not None:
+                self._pause_s = FIRST_PAUSE_S
+                self._owner.can_fork(self.server)
         except EOFError:
             self._lose(self.server)
 
@@ -247,15 +268,38 @@ class ForkServerSupervisor:
             self.server.renice(token, nice)
             self.watch()
 
+    def start_due(self) -> None:
+        """Start another fork server, if it is time to."""
+        if monotonic() < self.due:
+            return
+        self.due = inf
+        try:
+            self.start()
+        except (OSError, GpumuxError) as error:  # no descriptors, processes or memory, or a full disk
+            self._put_off(f"can't be started: {error}")
+
     def close(self) -> None:
+        self.due = inf
         if self.server is not None:
             self.server.close()
             self.server = None
 
     def _lose(self, server: ForkServer) -> None:
-        how = f"ended with the process that started it, which {server.close()}"
+        how = server.close()
         self.server = None
-        # One that died before it was ready would do so again.
         if server.facts is not None:
-            self.start()
-        self._owner.fork_server_lost(how)
+            _log.error("the process that starts those of jobs %s, and they end with it; another one is started", how)
+            self.due = monotonic()
+            self.start_due()
+        elif self._pause_s:
+            self._put_off(f"{how} before it was ready")
+        self._owner.fork_server_lost(f"ended with the process that started it, which {how}")
+
+    def _put_off(self, why: str) -> None:
+        """Wait before another one is started."""
+        _log.error(
+            "the process that starts those of jobs %s; it is tried again in %g s, and what it would start waits: see"
+            " whether memory, processes, descriptors or the disk of temporary files are short", why, self._pause_s,
+        )  # fmt: skip
+        self.due = monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

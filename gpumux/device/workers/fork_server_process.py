@@ -466,7 +466,7 @@ def main(fd: int, operators: list[str]) -> None:
         gc.enable()
         control.send(WARMED, [])
         ForkServerProcess(control).serve()
-    except (EOFError, BrokenPipeError):
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the daemon is gone
 
 

@@ -29,18 +29,22 @@ _OWN: Final = "gpumux"  # the daemon's processes are in it
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Names of a group's files. `killed` has the field `oom_kill`. `swap` bounds what the group has in swap (version
+    """Names of a group's files. `killed` has the field `oom_kill`; `full` and its field say how often the group had no
+    room within its own limit. `swap` bounds what the group has in swap (version
     2), or in memory and swap together (version 1), so it takes `swap_factor` times the limit; the file is missing where
     the kernel does not count swap."""
 
     limit: str
     killed: str
+    full: tuple[str, str]
     swap: str
     swap_factor: int
 
 
-_VERSION_1: Final = Files("memory.limit_in_bytes", "memory.oom_control", "memory.memsw.limit_in_bytes", 2)
-_VERSION_2: Final = Files("memory.max", "memory.events", "memory.swap.max", 1)
+_VERSION_1: Final = Files(
+    "memory.limit_in_bytes", "memory.oom_control", ("memory.failcnt", ""), "memory.memsw.limit_in_bytes", 2
+)
+_VERSION_2: Final = Files("memory.max", "memory.events", ("memory.events", "oom"), "memory.swap.max", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +164,18 @@ class MemoryGroups:
             self._limits[name] = most
 
     def exceeded(self, name: str) -> int:
-        """The group's limit in bytes, if the kernel has killed a process of it for taking more; else 0."""
+        """The group's limit in bytes, if the kernel has killed a process of it for taking more; else 0. One that was
+        killed because the daemon's own group, or the machine, was full has taken no more than it may have."""
+        killed = self._count(name, self._files.killed, "oom_kill") and self._count(name, *self._files.full)
+        return self._limits[name] if killed else 0
+
+    def _count(self, name: str, file: str, field: str) -> int:
+        """A number in one of the group's files."""
         try:
-            lines = (self._parent / name / self._files.killed).read_text().splitlines()
+            lines = (self._parent / name / file).read_text().splitlines()
         except OSError:
             return 0
-        kills = next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == "oom_kill"), 0)
-        return self._limits[name] if kills else 0
+        return next((int(value) for key, _, value in (line.rpartition(" ") for line in lines) if key == field), 0)
 
     def remove(self, name: str) -> None:
         """Remove a group whose process has ended. What that forked may take a moment longer: then it is tried again

@@ -52,12 +52,13 @@ async function lookOnce() {
   try {
     const got = await ask("/status.json"),
       last = seen[seen.length - 1];
-    if (last && got.started !== last.started) {
-      // A new process, of which nothing that was seen is true.
+    if (last && (got.started !== last.started || got.when < last.when)) {
+      // A new process, of which nothing that was seen is true; or its machine's clock was set back, and what was seen
+      // has times that are still to come.
       seen.length = 0;
       PAGE.forget();
     }
-    if (seen.length && got.when <= seen[seen.length - 1].when) {
+    if (seen.length && got.when === seen[seen.length - 1].when) {
       problem = {
         title: `The ${PAGE.process}'s loop stands still.`,
         text: `It answers, but with nothing newer. ${shownUntil()} Its log may say why; on its machine:`,

@@ -165,6 +165,40 @@ def test_l1_leaving_in_disorder_is_bounded(
     assert "could not be brought back: no step ended within 0.1 s" in caplog.text
 
 
+@pytest.mark.parametrize(("refusals", "room_s"), [(2, LONG), (1_000, 0.0)])
+def test_l1_a_daemon_without_room_is_asked_again_and_forgets_nothing_that_was_not_fetched(
+    endpoint: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, refusals: int, room_s: float
+) -> None:
+    """It has no descriptors, or no memory to spare, for a moment."""
+    monkeypatch.setattr("gpumux.client.local_model.ROOM_S", room_s)
+    monkeypatch.setattr("gpumux.client.local_model.ROOM_PAUSE_S", 0.0)
+    model, optimizer, job = submitted(endpoint, name="left")
+    before = detached(model.state_dict())
+    for batch in DATA[:3]:
+        job.step(*batch)
+    call, asked, closed = job._remote.call, [], []
+
+    def refused(make: Any, *fields: Any, **options: Any) -> Any:
+        if make is m.OpenTransfer:
+            asked.append(make)
+            if len(asked) <= refusals:
+                raise errors.AdmissionRefused("no descriptors", "close jobs")
+        if make is m.CloseJob:
+            closed.extend(fields)
+        return call(make, *fields, **options)
+
+    monkeypatch.setattr(job._remote, "call", refused)
+    with caplog.at_level(logging.WARNING, "gpumux.client"):
+        job.close()
+    if room_s:
+        assert_equal((model.state_dict(), optimizer.state_dict()), trained(3))
+        assert closed == [True]
+    else:
+        assert_equal(model.state_dict(), before)
+        assert "what its last 3 steps trained could not be brought back: no descriptors" in caplog.text
+        assert closed == [False], "the daemon keeps its snapshots"
+
+
 SCRIPT = """
 import atexit, sys, torch
 

@@ -266,6 +266,20 @@ def test_another_history_under_the_same_numbers_goes(tmp_path: Path):
     assert len(files(store)) == 2
 
 
+def test_a_job_that_is_not_found_may_be_one_that_can_not_be_read(tmp_path: Path):
+    store = OpenedStore(tmp_path)
+    save(store, 1)
+    save(store, 1, SnapshotOwner(1000, OTHER), name="")
+    for path in files(store):
+        path.write_bytes(path.read_bytes()[:8])
+    with pytest.raises(
+        UnknownJob, match="'sweep' of yours was kept, but what was kept of 1 of your jobs can't be read"
+    ):
+        store.find(1000, "sweep")
+    with pytest.raises(UnknownJob, match="'sweep' of yours was kept — submit"):
+        store.find(2000, "sweep")
+
+
 def test_finding_by_name(tmp_path: Path):
     store = OpenedStore(tmp_path)
     save(store, 1, name="../../etc/passwd")

@@ -184,6 +184,7 @@ def test_the_process_of_a_refused_program_checks_the_next_one(bench: Bench) -> N
 
 
 STOPPED = "was stopped by a signal from outside, and was ended therefore"
+LOST = "ended with the process that started it, which died of signal 9"
 
 
 @pytest.mark.parametrize("status", [0, signal.SIGKILL, STOPPED])
@@ -195,6 +196,18 @@ def test_a_program_whose_process_ended_of_something_else_goes_to_another(bench: 
     assert bench.checks.exited(0, status) == []
     bench.start()
     assert bench.passes(1) == b"b"
+
+
+@pytest.mark.parametrize("status", [STOPPED, LOST])
+def test_a_program_that_is_not_what_ended_its_process_is_checked_again(bench: Bench, status: str) -> None:
+    """It was refused, with the advice to submit a smaller step."""
+    bench.submit(ONE, b"a")
+    assert bench.checks.exited(0, status) == []
+    bench.start()
+    (answer,) = bench.checks.exited(1, status)
+    assert isinstance(answer, ProgramRefused)
+    assert status in answer.fault.message
+    assert answer.fault.remedy == "submit it again, and see the daemon's log"
 
 
 @pytest.mark.parametrize(("status", "how"), [(0, "exited with status 0"), (STOPPED, STOPPED)])

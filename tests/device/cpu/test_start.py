@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from gpumux.device.base import JobDied, JobReleased
+from gpumux.device.base import JobDied, JobReleased, ProgramReady
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.program.codec import encode
 from gpumux.types import Fault, Priority, ProgramId
@@ -52,6 +52,27 @@ def test_a_job_without_a_process_outlives_the_fork_server(own: Driver) -> None:
     own.wait_for(lambda e: isinstance(e, JobDied) and e.job == neighbour.job)
     job.load(samples.counter(), [4])
     assert len(executors(device)) == 1
+
+
+def test_what_is_asked_for_before_a_fork_server_is_ready_waits_for_it(own: Driver) -> None:
+    """It was forked by one that ended before it was ready, and ended with it. A job that leaves meanwhile gets none."""
+    device = own.device
+    assert isinstance(device, CpuDevice)
+    known = own.open()
+    known.load(samples.counter(), [4])  # so that its check needs no process
+    server = device._fork_server
+    assert server is not None
+    facts, server.facts = server.facts, None
+    waits, leaves = own.open(), own.open()
+    for job in (waits, leaves):
+        job.try_load(samples.counter(), [4])
+    device.unload(leaves.job)
+    assert own.wait_for(lambda e: isinstance(e, JobReleased) and e.job == leaves.job)
+    assert len(executors(device)) == 1
+    server.facts = facts
+    device.can_fork(server)
+    assert own.wait_for(lambda e: isinstance(e, ProgramReady) and e.job == waits.job)
+    assert len(executors(device)) == 2
 
 
 def test_a_job_that_is_aborted_before_it_has_a_process_dies_of_that_fault(own: Driver) -> None:
