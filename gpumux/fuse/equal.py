@@ -35,7 +35,6 @@ from gpumux.fuse.fuse import fuse_template
 from gpumux.fuse.template import Choose, Fused, align, first_models
 from gpumux.program.codec import decode, encode
 from gpumux.program.ir import ITEM_BYTES, Program, aligned
-from gpumux.program.memory import first_fit, footprint
 from gpumux.program.validate import state_slots
 
 
@@ -60,7 +59,7 @@ class UnprovenJobs:
     def __init__(self, made: FusedJobs, fewer: Fused, each: Fused, values: Sequence[Sequence[float | int]]) -> None:
         self.made = made
         self._fewer, self._each, self._values = fewer, each, values
-        self.proof_bytes = _proof_bytes([fewer.program, each.program])
+        self.proof_bytes = proof.most_bytes((fewer.program, each.program))
 
     def prove(self) -> FusedJobs:
         """Raises what `proof.check` raises."""
@@ -99,18 +98,6 @@ def make_jobs(program: Program, jobs: int, choose: Choose = "fused") -> Unproven
     fusion = StepFusion(jobs, fused.scalars, tuple(table.rows for table in fused.tables))
     found = FusedJobs(program, fused, GroupLayout(program, fused.program, fusion))
     return UnprovenJobs(found, fewer, made("per-model", few), tried)
-
-
-def _proof_bytes(programs: Sequence[Program]) -> int:
-    """A bound of what proving one of these Programs by the other takes: three runs' state and results at once, the
-    temporaries of one run, and the numbers that one buffer is filled with (`proof.check`)."""
-    most = 0
-    for program in programs:
-        wide = proof.in_float64(program) or program
-        needs = footprint(wide, first_fit(wide))
-        largest = max(state_slots(wide), default=0)
-        most = max(most, 3 * (needs.state_bytes + 2 * needs.slot_bytes + largest) + needs.transient_bytes)
-    return most
 
 
 def _refuse(program: Program, jobs: int) -> None:

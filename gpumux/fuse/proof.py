@@ -45,7 +45,8 @@ from gpumux.program.ir import (
     View,
     slot_layout,
 )
-from gpumux.program.validate import out_views
+from gpumux.program.memory import first_fit, footprint
+from gpumux.program.validate import out_views, state_slots
 
 # ---- Runs a Program in this process, with the CPU device's own interpreter and graphs.
 
@@ -371,6 +372,19 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 5e-3, torch.complex128: 1e-7, 
 _LOOSE = 0.1  # for types of fewer bits
 _NOISE_FACTOR = 100.0  # multiple of the difference that perturbing the last digits of the inputs makes
 PROVEN_MODELS = 3  # a proof holds the state of its models in float64, three times; the third shows mistakes of position
+SMALL_BYTES = 32 << 20  # a proof that takes no more is of all models: making Programs of fewer takes longer
+
+
+def most_bytes(programs: Sequence[Program]) -> int:
+    """A bound of what proving one of these Programs by the other takes: three runs' state and results at once, the
+    temporaries of one run, and the numbers that one buffer is filled with (`check`)."""
+    most = 0
+    for program in programs:
+        wide = in_float64(program) or program
+        needs = footprint(wide, first_fit(wide))
+        largest = max(state_slots(wide), default=0)
+        most = max(most, 3 * (needs.state_bytes + 2 * needs.slot_bytes + largest) + needs.transient_bytes)
+    return most
 
 
 def check(fused: Fused, each: Fused, values: Sequence[Sequence[float | int]]) -> None:

@@ -79,8 +79,8 @@ def fuse_measured(
     per_model: Collection[str], times: Times,
 ) -> MeasuredFusion:  # fmt: skip
     """The fastest of three Programs: everything fused, every operator once a model, and the cheapest mix by `times`.
-    It is verified against the second on synthetic numbers, for the first models alone where there are many. Raises
-    NotFusible."""
+    It is verified against the second on synthetic numbers, for the first models alone where all take much memory.
+    Raises NotFusible."""
 
     def made(choose: Choose, template: Template = template) -> tuple[Fuser, Fused]:
         emitter = FusionEmitter(template.program.device)
@@ -105,11 +105,12 @@ def fuse_measured(
     times.save()
     if found is not each[1]:
         few = first_models(template, PROVEN_MODELS)
-        fewer = found if few is template else made(chosen or "fused", few)[1]
-        if [d.how for d in fewer.decisions] == [d.how for d in found.decisions]:
-            proof.check(fewer, each[1] if few is template else made("per-model", few)[1], values[: few.models])
-        else:  # how an operator can run may depend on how many models there are
-            proof.check(found, each[1], values)
+        small = few is template or proof.most_bytes((found.program, each[1].program)) <= proof.SMALL_BYTES
+        fewer = found if small else made(chosen or "fused", few)[1]
+        if small or [d.how for d in fewer.decisions] != [d.how for d in found.decisions]:
+            proof.check(found, each[1], values)  # how an operator can run may depend on how many models there are
+        else:
+            proof.check(fewer, made("per-model", few)[1], values[: few.models])
     return MeasuredFusion(replace(found, decisions=_with_times(found.decisions, timed)), (best, wholes["each"]))
 
 

@@ -150,14 +150,16 @@ def test_a_wrong_rule_is_found_before_a_step_runs(monkeypatch: pytest.MonkeyPatc
         fuse.Array(steady(mlp), configs(), batches(6, 5)[0])
 
 
-def test_of_many_models_three_are_compared(monkeypatch: pytest.MonkeyPatch):
-    """And the third shows what is wrong by its position alone."""
+@pytest.mark.parametrize("small", [False, True])
+def test_of_many_models_three_are_compared(small: bool, monkeypatch: pytest.MonkeyPatch):
+    """Or all, where that takes little memory. The third shows what is wrong by its position alone."""
     with_times(monkeypatch, by_operator())
+    monkeypatch.setattr(proof, "SMALL_BYTES", proof.SMALL_BYTES if small else 0)
     compared = []
     right = proof.check
     monkeypatch.setattr(proof, "check", lambda fused, *rest: (compared.append(fused.models), right(fused, *rest)))
     check(steady(mlp), batches(6, 5, count=2), given=configs(5), choose="measured")
-    assert compared == [3]
+    assert compared == [5 if small else 3]
 
     def wrong(call: Any) -> Any:
         made = torch.tanh(call["self"].all())
@@ -170,6 +172,7 @@ def test_of_many_models_three_are_compared(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_operator_that_runs_otherwise_for_fewer_models_is_compared_for_all(monkeypatch: pytest.MonkeyPatch):
     with_times(monkeypatch, by_operator())
+    monkeypatch.setattr(proof, "SMALL_BYTES", 0)
     compared = []
     right = proof.check
     monkeypatch.setattr(proof, "check", lambda fused, *rest: (compared.append(fused.models), right(fused, *rest)))
