@@ -785,6 +785,79 @@ def triplets(train: Train) -> Any:
     return [run(*batch) for batch in batches], model
 
 
+@idiom("a contrastive loss over all other rows: (z @ z.t())[~torch.eye(n, dtype=torch.bool)].view(n, -1)")
+def all_others(train: Train) -> Any:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = [(torch.randn(6, 8), torch.randint(0, 5, (6,))) for _ in range(BATCHES)]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        z = F.normalize(model(x), dim=1)
+        loss = F.cross_entropy((z @ z.t())[~torch.eye(len(z), dtype=torch.bool)].view(len(z), -1), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y) for x, y in batches], model
+
+
+class _Crops(nn.Module):
+    """DINO's wrapper: crops of one size go through the backbone together."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(6, 4)
+        self.register_buffer("center", torch.zeros(1, 4))
+
+    def forward(self, x: list[Tensor]) -> Tensor:
+        sizes = torch.tensor([crop.shape[-1] for crop in x])
+        ends = torch.cumsum(torch.unique_consecutive(sizes, return_counts=True)[1], 0)
+        start, output = 0, torch.empty(0)
+        for end in ends:
+            output = torch.cat((output, self.backbone(torch.cat(x[start:end]))))
+            start = end
+        out: Tensor = self.head(output)
+        return out
+
+
+@idiom("DINO: crops of several sizes, a teacher that follows the student, a center in a buffer")
+def dino(train: Train) -> Any:
+    student, teacher = _Crops(), _Crops()
+    teacher.load_state_dict(student.state_dict())
+    teacher.requires_grad_(False)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
+    sizes = (10, 10, 6, 6, 6)
+    batches = [[torch.randn(2, 3, size, size) for size in sizes] for _ in range(BATCHES)]
+
+    def step(crops: list[Tensor]) -> Tensor:
+        target = teacher(crops[:2])
+        chosen = F.softmax((target - teacher.center) / 0.04, dim=-1).chunk(2)
+        outputs = (student(crops) / 0.1).chunk(len(crops))
+        losses = [
+            torch.sum(-q * F.log_softmax(out, dim=-1), dim=-1).mean()
+            for i, q in enumerate(chosen)
+            for k, out in enumerate(outputs)
+            if k != i
+        ]
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            teacher.center = teacher.center * 0.9 + target.mean(0, keepdim=True) * 0.1
+            for p, q in zip(student.parameters(), teacher.parameters(), strict=True):
+                q.data.mul_(0.99).add_(0.01 * p.detach().data)
+        return loss
+
+    run = train(step, (batches[0],), model=(student, teacher), optimizer=optimizer)
+    return [run(crops) for crops in batches], student
+
+
 @idiom("a siamese network with the contrastive loss of SimCLR (NT-Xent)")
 def simclr(train: Train) -> Any:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))

@@ -40,6 +40,7 @@ from gpumux.capture.symbols import Expr, Scope, is_lifted, is_symbol
 from gpumux.capture.values.asserted import AssertedValues
 from gpumux.capture.values.host import HostTensors
 from gpumux.capture.values.products import refuse_by_values
+from gpumux.capture.values.shapes import KnownShapes
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
 from gpumux.program.check import SIZED_BY_NUMBERS, fake_call
 from gpumux.program.fake import FakeOperators
@@ -510,6 +511,13 @@ _OF_GENERATOR = {
 
 _FIXED = "use an operator with a fixed output shape (masks, torch.where, padded sizes), or do it outside the step"
 
+
+def _shaped(func: Any) -> DataDependent:
+    return DataDependent(
+        f"{user_line()}: the shape or value of {func}'s result depends on the data", instead_of(str(func), _FIXED)
+    )
+
+
 # The place of a real tensor in the job's state: (buffer, bytes of the buffer, byte offset of the storage in it).
 Lookup = Callable[[torch.Tensor], "tuple[int, int, int] | None"]
 
@@ -548,6 +556,7 @@ class Recorder(TorchDispatchMode):
         self._state_value = state_value
         self._after_backward = after_backward
         self.checks: list[tuple[int, str]] = []  # the view that must be true in every step, and what is wrong else
+        self._shapes = KnownShapes(self._known_value, self._lift)
         self._asserted = AssertedValues(
             self._device_op, lambda good, wrong: self.checks.append((self.view_of(good), wrong))
         )
@@ -805,7 +814,17 @@ class Recorder(TorchDispatchMode):
                 return self._into(out, self._device_op(functional, args, given))
         if func is aten.mul_.Tensor and not self._gpu and self._rounds_number(*args):
             return self._into(args[0], self._device_op(aten.mul.Tensor, args, kwargs))
+        done, out = self._shapes.made(func, args, kwargs)
+        if done:
+            return out
+        args = self._shapes.without_masks(func, args)
         return self._device_op(func, self._tensor_first(func, args), kwargs)
+
+    def _known_value(self, func: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+        value = self.constant(tensor)
+        if value is None and self._state_value is not None and not self.is_host(tensor):
+            return self._state_value(self.record, self.view_of(self.to_fake(tensor)), _shaped(func))
+        return value
 
     def _tensor_first(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with a tensor in place of a number that comes first (`torch.div(1.0, x)`), where the operator
@@ -946,10 +965,7 @@ class Recorder(TorchDispatchMode):
         try:
             return self._operators.run(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise DataDependent(
-                f"{user_line()}: the shape or value of {func}'s result depends on the data",
-                instead_of(str(func), _FIXED),
-            ) from error
+            raise _shaped(func) from error
         except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
             raise UnsupportedOperator(
                 f"{user_line()}: {func} can't run on fake tensors", "replace the operator or do it outside the step"

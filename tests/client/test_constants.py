@@ -86,6 +86,78 @@ def test_what_depends_on_anything_else_is_not(name: str, endpoint: str) -> None:
         client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
 
 
+def others(z: Tensor) -> Tensor:
+    """The similarities of each row with all but itself, as contrastive losses choose them."""
+    mask = ~torch.eye(len(z), dtype=torch.bool)
+    return (z @ z.t())[mask].view(len(z), -1).logsumexp(1)
+
+
+def written_at_a_mask(z: Tensor) -> Tensor:
+    found = z @ z.t()
+    found[torch.eye(len(z), dtype=torch.bool)] = -1e9
+    return found.softmax(1)
+
+
+def groups_of_one_size(z: Tensor) -> Tensor:
+    """As DINO finds the crops that go through the model together."""
+    ends = torch.cumsum(torch.unique_consecutive(torch.tensor([8, 8, 4, 4, 4, 2]), return_counts=True)[1], 0)
+    start, found = 0, []
+    for end in ends:
+        found.append(z[start:end].prod())
+        start = end
+    return torch.stack(found)
+
+
+def pairs(z: Tensor) -> Tensor:
+    rows, columns = torch.ones(len(z), len(z)).triu(1).nonzero(as_tuple=True)
+    return (z @ z.t())[rows, columns]
+
+
+SHAPED: list[Callable[[Tensor], Tensor]] = [
+    others, written_at_a_mask, groups_of_one_size, pairs,
+    lambda z: z[:, torch.tensor([True, False, True, False])],
+    lambda z: z[torch.tensor([True, False, True, False, True, True]), torch.tensor([1, 0, 2, 0])],
+    lambda z: z.repeat_interleave(torch.tensor([0, 2, 1, 3, 1, 1]), dim=0),
+    lambda z: z[torch.zeros(6, dtype=torch.bool)].sum() + z,
+    lambda z: torch.masked_select(torch.arange(4.0), torch.tensor([True, False, False, True])) * z[:, :2],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("read", SHAPED)
+def test_shapes_that_constants_decide_are_known(read: Callable[[Tensor], Tensor], endpoint: str) -> None:
+    def make() -> Work:
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            z = model(x)
+            loss = nn.functional.cross_entropy(z, y) + read(z).mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Work([model], [optimizer], [(step, DATA[0])], simple_loop(DATA, 6))
+
+    check(make, endpoint)
+
+
+@pytest.mark.parametrize("name", ["the batch", "a parameter", "a draw"])
+def test_a_mask_of_anything_else_chooses_nothing(name: str, endpoint: str) -> None:
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        mask = (OTHERS[name](x, model, optimizer) > 0)[:3]
+        found: Tensor = model(x)[:3][mask].sum()
+        found.backward()
+        optimizer.step()
+        return found
+
+    with pytest.raises(errors.DataDependent):
+        client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
+
+
 def test_the_content_at_the_time_of_the_reading_counts(endpoint: str) -> None:
     def make() -> Work:
         model = nn.Linear(8, 4)

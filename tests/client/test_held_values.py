@@ -61,6 +61,45 @@ def test_python_decides_by_a_buffer_that_no_step_writes(endpoint: str) -> None:
     check(make, endpoint)
 
 
+class Chosen(nn.Module):
+    """Trains on the columns that a mask in a buffer names."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 5)
+        self.register_buffer("kept", torch.tensor([True, True, False, True, True]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)[:, self.kept]
+        return out
+
+
+def test_a_mask_chooses_as_many_columns_as_it_does_now(endpoint: str) -> None:
+    def run(submit: bool) -> list[float]:
+        torch.manual_seed(3)
+        model = Chosen()
+        step, optimizer = training(model)
+        job = None
+        if submit:
+            job = client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
+        losses = []
+        for i in range(6):
+            losses.append(float((job.step if job else step)(*DATA[i % 3])))
+            if i == 2:
+                if job is not None:
+                    job.sync()
+                model.kept.copy_(torch.tensor([True, True, True, True, True]))
+                if job is not None:
+                    job.load_state()
+        if job is not None:
+            job.close()
+        return losses
+
+    assert run(True) == run(False)
+
+
 def test_another_value_is_another_variant(endpoint: str) -> None:
     def run(submit: bool) -> list[float]:
         torch.manual_seed(3)
