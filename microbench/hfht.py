@@ -21,9 +21,9 @@ from gpumux.tune.run import ALGORITHMS, SweepResult, read_space, tune
 from gpumux.tune.task import find
 from microbench import common
 from microbench.daemon import running_daemon
-from microbench.tuning import agree, summary
+from microbench.tuning import AS_JOBS, agree, summary
 
-SCHEDULERS = ("serial", "concurrent", "fused")
+SCHEDULERS = ("serial", "concurrent", "daemon", "fused")
 PUBLISHED = 5.10  # serial's GPU hours over fusing's, the most of the four workloads
 
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = common.parser(__doc__)
     arguments.add_argument("--tasks", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     arguments.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
-    arguments.add_argument("--schedulers", nargs="+", choices=SCHEDULERS, default=list(SCHEDULERS))
+    arguments.add_argument("--schedulers", nargs="+", choices=SCHEDULERS, default=["serial", "concurrent", "fused"])
     arguments.add_argument("--concurrent", type=int, default=4, help="jobs at a time")
     args = arguments.parse_args(argv)
     torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 def _sweep(name: str, algorithm: str, scheduler: str, concurrent: int) -> SweepResult:
     """A daemon of its own for each sweep of jobs: it begins with what it knows of none."""
     with ExitStack() as stack:
-        endpoint = stack.enter_context(running_daemon(threads=1)).endpoint if scheduler == "concurrent" else None
+        endpoint = stack.enter_context(running_daemon(threads=1)).endpoint if scheduler in AS_JOBS else None
         return tune(
             find(f"clients.hfta.{name}:factory"), read_space(Path(tasks.__file__).with_name(f"{name}.toml")),
             scheduler=scheduler, concurrent=concurrent, endpoint=endpoint, **SETTINGS[name].budget(algorithm),

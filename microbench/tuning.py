@@ -19,6 +19,7 @@ from gpumux.tune.task import Task, find
 from microbench import common
 from microbench.daemon import running_daemon
 
+AS_JOBS = {"concurrent", "daemon"}  # schedulers that need a daemon
 FUSIBLE: dict[str, Any] = {
     "lr": {"low": 1e-3, "high": 3e-2, "log": True, "fusible": True},
     "weight_decay": {"low": 1e-6, "high": 1e-2, "log": True, "fusible": True},
@@ -43,10 +44,10 @@ def main(argv: list[str] | None = None) -> int:
     found: dict[str, list[SweepResult]] = {name: [] for name in args.schedulers}
     task = find("clients.digits_sweep:factory")
     with ExitStack() as stack:
-        endpoint = stack.enter_context(running_daemon(threads=1)).endpoint if "concurrent" in found else None
+        endpoint = stack.enter_context(running_daemon(threads=1)).endpoint if AS_JOBS & set(found) else None
         for _ in range(args.repeats):
             for name in args.schedulers:
-                found[name].append(_sweep(task, name, endpoint if name == "concurrent" else None, args))
+                found[name].append(_sweep(task, name, endpoint if name in AS_JOBS else None, args))
     rows = {name: summary(runs) for name, runs in found.items()}
     print(common.describe(facts))
     print(show(rows))

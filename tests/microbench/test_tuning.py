@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from clients.hfta import tasks
 from gpumux.tune.checkpoints import MemoryCheckpoints
 from gpumux.tune.run import SweepResult
 from gpumux.tune.sweep import TrialRecord
-from microbench import tuning
+from microbench import hfht, tuning
 
 
 def found(scores: list[float], wall_s: float = 2.0) -> SweepResult:
@@ -43,3 +44,16 @@ def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert row["gpu_hours"]["median"] == pytest.approx(row["device_s"]["median"] / 3600)
     assert body["agreement"]["same_best"]
     assert "the same best trial" in capsys.readouterr().out
+
+
+def test_hfta_s_workloads_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    out, threads = tmp_path / "r.json", torch.get_num_threads()
+    monkeypatch.setitem(tasks.SETTINGS, "pointnet", tasks.Settings(4, 2, 1, 3, 1))
+    try:
+        assert hfht.main(["--tasks", "pointnet", "--schedulers", "serial", "--out", str(out)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads(out.read_text())["workloads"]
+    assert [(row["algorithm"], row["trials"]) for row in rows] == [("random", 3), ("hyperband", 4 + 3 + 3)]
+    assert all(row["schedulers"]["serial"]["device_s"]["median"] > 0 for row in rows)
+    assert "published" in capsys.readouterr().out
