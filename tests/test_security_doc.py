@@ -15,6 +15,7 @@ from gpumux.daemon import logs, requests, tracing
 from gpumux.daemon import requests as changes
 from gpumux.daemon import requests as questions
 from gpumux.daemon.snapshots import requests as snapshots
+from gpumux.daemon.snapshots import store
 from gpumux.types import MAX_JOB_NAME, Peer, Priority
 from gpumux.wire import codec as fields
 from gpumux.wire import connections as bounds
@@ -68,6 +69,7 @@ def test_the_example_is_read_and_means_what_it_says(tmp_path):
             "snapshots: of a job under way; questions of a session for kept ones; to be read",
             (1, snapshots.MAX_FINDS, snapshots.MAX_READS),
         ),
+        ("jobs whose snapshots are kept, the newest, and those that are open", (store.MOST_KEPT,)),
         (
             "notes of snapshots that wait for the disk",
             (snapshots.MAX_NOTES_BYTES_PER_USER >> 20, snapshots.MAX_NOTES_BYTES >> 20),

@@ -30,6 +30,7 @@ from gpumux.cli.control import Control
 from gpumux.cli.setup import installation
 from gpumux.cli.text import emit, emit_json, size
 from gpumux.config import ENV_CONFIG, Config
+from gpumux.daemon.state.directory import open_state_directory
 from gpumux.device import nvidia, registry
 from gpumux.device.workers import confinement
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError
@@ -273,6 +274,10 @@ def state_dir(path: str) -> Finding:
         if facts.st_uid != os.geteuid():
             owner = "root's" if facts.st_uid == 0 else f"user {facts.st_uid}'s"
             return Finding(name, WARN, f"{path} is {owner}", "run this as the user the daemon runs as")
+        try:
+            os.close(open_state_directory(there))
+        except ConfigError as error:
+            return Finding(name, FAIL, error.message, error.remedy)
         if facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             return Finding(name, WARN, f"others may look into {path}", f"chmod 700 {path}")
     room = os.statvfs(there)

@@ -25,6 +25,7 @@ from gpumux.cluster.costs import MOST_PAIRS
 from gpumux.cluster.events import PairMeasured
 from gpumux.cluster.saved import facts_of, job_data, node_data, restore
 from gpumux.coordinator.core import MOST_NAMES, Answered, ClientJob, Coordinator, CoordinatorConfig
+from gpumux.daemon.state.directory import open_state_directory
 from gpumux.errors import ConfigError, EndpointBusy, StateNotKept
 from gpumux.types import JobId, Peer
 
@@ -39,13 +40,14 @@ LEARNED_EVERY_S: Final = 30.0
 
 class Journal:
     """The file in `directory`. `wall`: seconds since the epoch, which pass while no coordinator runs, too. Raises
-    EndpointBusy if another coordinator uses it, and ConfigError for any other reason why it can't be opened."""
+    EndpointBusy if another coordinator uses it, and ConfigError for any other reason why it can't be opened, among them
+    that others may write to the directory: SQLite follows links in the place of the files that it makes beside it."""
 
     def __init__(self, directory: Path, wall: Callable[[], float] = time.time) -> None:
         self.path = directory / NAME
         self._wall = wall
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(open_state_directory(directory))
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
             self._file = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=0.0)
             self._file.execute("PRAGMA locking_mode = EXCLUSIVE")

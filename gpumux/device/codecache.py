@@ -29,7 +29,7 @@ class CodeCache:
         named = os.environ.get(VARIABLE)
         self._lock: int | None = None
         if named is not None:
-            refuse_unsafe(named)
+            make_and_check(named)
             self.folder = named
             return
         clear_abandoned(Path(tempfile.gettempdir()))
@@ -52,12 +52,16 @@ class CodeCache:
             del os.environ[VARIABLE]
 
 
-def refuse_unsafe(folder: str) -> None:
-    """Raise ConfigError if others may write to a folder that code is loaded from. One that is not there yet is fine."""
+def make_and_check(folder: str) -> None:
+    """Make a folder that code is loaded from, if it is not there. Raises ConfigError if others may write to it.
+    Inductor would make it by the umask, which lets a group write where the daemon's sockets are a group's, and later:
+    another user could have made it until then."""
     try:
-        found = os.stat(folder)
-    except FileNotFoundError:
-        return
+        try:
+            found = os.stat(folder)
+        except FileNotFoundError:
+            _make(Path(folder))
+            found = os.stat(folder)
     except OSError as error:
         raise ConfigError(f"{VARIABLE}: {folder}: {error.strerror}", "name a folder of the daemon's user") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
@@ -66,6 +70,15 @@ def refuse_unsafe(folder: str) -> None:
             f" {stat.S_IMODE(found.st_mode):04o}), and what lies there is loaded as code",
             f"chmod go-w {folder}, or name another one",
         )
+
+
+def _make(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    _make(folder.parent)
+    folder.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        folder.chmod(0o711)  # executors of other users go through it to their own
 
 
 def own_folder(folder: str, user: int, group: int | None) -> str:

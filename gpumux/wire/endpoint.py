@@ -194,8 +194,8 @@ _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBL
 
 class EndpointLock:
     """The lock of an endpoint, held from construction to `close`. Raises EndpointBusy, which names the holder's pid, if
-    another daemon has it, and ConfigError if the file can't be opened, or is another user's: that one could keep it
-    locked."""
+    another daemon has it, and ConfigError if the file can't be opened, is another user's, which could keep it locked,
+    or has another name: that may be a file of this user's that another one has linked here, and it would be emptied."""
 
     def __init__(self, socket_path: Path) -> None:
         self.path = lock_path(socket_path)
@@ -208,9 +208,13 @@ class EndpointLock:
                 "run the daemon as the directory's owner, or choose another --endpoint",
             ) from error
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid not in {0, os.geteuid(), self.path.parent.stat().st_uid}:
+        trusted = {0, os.geteuid(), self.path.parent.stat().st_uid}
+        if not stat.S_ISREG(found.st_mode) or found.st_uid not in trusted or found.st_nlink != 1:
             os.close(fd)
-            what = f"is a file of user {found.st_uid}'s" if stat.S_ISREG(found.st_mode) else "is no regular file"
+            what = "is no regular file"
+            if stat.S_ISREG(found.st_mode):
+                linked = found.st_uid in trusted
+                what = "has another name elsewhere" if linked else f"is a file of user {found.st_uid}'s"
             raise ConfigError(f"{self.path} {what}, and no lock of this daemon's", f"look at it, then: rm {self.path}")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -195,6 +195,11 @@ def test_the_state_directory(tmp_path):
     home.chmod(0o755)
     found = doctor.state_dir(str(home))
     assert (found.level, found.remedy) == (WARN, f"chmod 700 {home}")
+    for unsafe in (home, tmp_path):  # a daemon does not start there
+        unsafe.chmod(0o777)
+        found = doctor.state_dir(str(home))
+        assert (found.level, f"chmod go-w {unsafe}" in found.remedy) == (FAIL, True)
+        unsafe.chmod(0o700)
     (home / "file").touch()
     assert doctor.state_dir(str(home / "file")).level == FAIL
 

@@ -144,6 +144,17 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path):
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path):
+    """SQLite would write to what a planted link beside its file leads to."""
+    state = tmp_path / "state"
+    state.mkdir()
+    state.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"others may write to {state}") as refused:
+        Journal(state)
+    assert refused.value.remedy == f"chmod go-w {state}"
+    assert list(state.iterdir()) == []
+
+
 def test_a_disk_that_is_full_stops_the_coordinator(tmp_path: Path):
     journal = Journal(tmp_path)
     made = filled()

@@ -81,9 +81,7 @@ def test_a_folder_that_others_may_write_to_is_refused(mode: int, folder: Path, m
     CodeCache().close()
 
 
-def test_a_folder_that_is_none_is_refused_and_one_that_is_not_there_yet_is_not(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_none_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "file").touch()
     monkeypatch.setenv(VARIABLE, str(folder / "file"))
     with pytest.raises(ConfigError, match="no folder"):
@@ -91,8 +89,20 @@ def test_a_folder_that_is_none_is_refused_and_one_that_is_not_there_yet_is_not(
     monkeypatch.setenv(VARIABLE, str(folder / "file" / "below"))
     with pytest.raises(ConfigError, match="Not a directory"):
         CodeCache()
-    monkeypatch.setenv(VARIABLE, str(folder / "new"))
-    CodeCache().close()
+
+
+def test_a_folder_that_is_not_there_yet_is_made_and_nobody_else_may_write_to_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask is: inductor would make it later, and the daemon's lets a group write."""
+    monkeypatch.setenv(VARIABLE, str(folder / "new" / "below"))
+    before = os.umask(0)
+    try:
+        CodeCache().close()
+    finally:
+        os.umask(before)
+    for made in (folder / "new", folder / "new" / "below"):
+        assert made.stat().st_mode & 0o777 == (0o711 if os.geteuid() == 0 else 0o700)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user: run as root")

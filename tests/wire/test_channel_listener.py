@@ -16,7 +16,7 @@ from gpumux.errors import ConfigError, DaemonGone, ProtocolError, VersionMismatc
 from gpumux.types import SessionId
 from gpumux.wire import channel as channels
 from gpumux.wire import messages as m
-from gpumux.wire.channel import MAX_PENDING_PER_USER, PENDING_S, ChannelListener, ClientChannel
+from gpumux.wire.channel import MAX_PENDING, MAX_PENDING_PER_USER, PENDING_S, ChannelListener, ClientChannel
 from gpumux.wire.codec import decode
 from gpumux.wire.router import Closed
 from tests.wire.world import LOCAL_HELLO, opening, packet
@@ -192,6 +192,22 @@ def test_silent_connections_are_few(listener, dial):
     listener.expire(PENDING_S)
     assert all(hung_up(connection) for connection in silent)
     dial(opening(listener.expect(ME, os.getuid())))
+    assert turn(listener) == [ME]
+
+
+def test_silent_connections_of_many_users_keep_out_no_client_that_a_session_waits_for(
+    listener, dial, monkeypatch: pytest.MonkeyPatch
+):
+    """So with all places taken, a client with a session, root's among them, still opens its channel."""
+    uids = iter([1001 + n // MAX_PENDING_PER_USER for n in range(MAX_PENDING)])
+    monkeypatch.setattr(channels, "peer_uid", lambda connection: next(uids, 0))
+    silent = [dial() for _ in range(MAX_PENDING)]
+    turn(listener)
+    assert len(listener._pending) == len(silent), "no more find a place"
+    refused_one = dial()
+    turn(listener)
+    assert hung_up(refused_one), "root's, which no session waits for"
+    dial(opening(listener.expect(ME, 0)))
     assert turn(listener) == [ME]
 
 

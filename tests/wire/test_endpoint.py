@@ -155,6 +155,16 @@ def test_a_lock_that_is_no_file_is_refused_and_not_waited_for(tmp_path: Path):
     assert f"rm {tmp_path}/g.sock.lock" in refused.value.remedy
 
 
+def test_a_lock_that_is_another_name_of_a_file_is_refused_and_the_file_not_emptied(tmp_path: Path):
+    """Where the kernel allows it (fs.protected_hardlinks is 0), any user can link a file of root's into /tmp."""
+    (tmp_path / "precious").write_text("keep")
+    os.link(tmp_path / "precious", tmp_path / "g.sock.lock")
+    with pytest.raises(ConfigError, match="has another name elsewhere") as refused:
+        EndpointLock(tmp_path / "g.sock")
+    assert f"rm {tmp_path}/g.sock.lock" in refused.value.remedy
+    assert (tmp_path / "precious").read_text() == "keep"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user: run as root")
 def test_a_lock_of_another_user_is_refused_unless_the_directory_is_that_users(tmp_path: Path):
     """Another user could keep it locked for ever."""

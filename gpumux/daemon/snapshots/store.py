@@ -33,6 +33,7 @@ from gpumux.program.ir import aligned
 from gpumux.types import GENERATOR_BYTES
 
 GENERATIONS = 2
+MOST_KEPT = 4096  # jobs of one user: finding one by its name looks at all of them, and other users wait for that
 FORMAT = "1"
 GENERATOR, NOTES = "generator", "notes"
 _FILE = re.compile(r"(\d{8,19})-([0-9a-f]{64})\.safetensors", re.ASCII)
@@ -240,16 +241,18 @@ class Store:
 
     def make_room(self, owner: SnapshotOwner, nbytes: int, limit: int, living: frozenset[SnapshotOwner]) -> None:
         """Delete snapshots of the user's jobs that are not open, the oldest first, until the user holds at most `limit`
-        bytes with `nbytes` more. Raises SnapshotFailed if that is not enough."""
+        bytes with `nbytes` more, and those of MOST_KEPT jobs. Raises SnapshotFailed if that is not enough bytes."""
         held = sorted(self.kept(owner.uid), key=lambda kept: kept.saved)
         # One older snapshot of the job itself stays beside the new one.
         total = nbytes + sum(k.nbytes // len(k.numbers) if k.owner == owner else k.nbytes for k in held)
+        jobs = len({owner, *(kept.owner for kept in held)})
         for kept in held:
-            if total <= limit:
+            if total <= limit and jobs <= MOST_KEPT:
                 return
             if kept.owner != owner and kept.owner not in living:
                 self.forget(kept.owner)
                 total -= kept.nbytes
+                jobs -= 1
         if total > limit:
             raise SnapshotFailed(
                 f"with this snapshot of {nbytes} bytes your jobs' would hold {total} bytes, and {limit} are allowed",

@@ -121,7 +121,7 @@ def _check_own(fd: int, shown: Path, forbidden: int, change: str) -> None:
     mode = stat.S_IMODE(facts.st_mode)
     if facts.st_uid != os.geteuid():
         raise ConfigError(
-            f"{shown} belongs to user {facts.st_uid}, and this daemon runs as user {os.geteuid()}",
+            f"{shown} belongs to user {facts.st_uid}, and this process runs as user {os.geteuid()}",
             f"chown {os.geteuid()} {shown}, or choose another state_dir",
         )
     if mode & forbidden:

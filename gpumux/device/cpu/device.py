@@ -148,7 +148,9 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             preempts=low_nice > 0,
         )
         self._low_nice = low_nice
-        self._fused = FusedPrograms(fuser, self._confined.of(None)) if fuser else None
+        self._fused = (
+            FusedPrograms(fuser, self._confined.of(None, most_bytes=hostmemory.free_bytes())) if fuser else None
+        )
         self._groups: MemoryGroups | None = None
         self._to_start: dict[JobId, ExecutorRecord] = {}  # once there is a fork server that is ready
         self._by_token: dict[int, ExecutorRecord] = {}

@@ -28,6 +28,7 @@ from gpumux.types import (
     TransferId,
 )
 
+CHECK_BYTES = 2 << 30  # of private memory for a check, beside SPARE_BYTES: the most operators allowed take 0.3 GiB
 UNKNOWN_JOB = Fault("unknown_job", "the device holds no such job", "open the job first")
 BAD_SEED = Fault("program", "the seed is not a 64-bit integer", "choose another")
 UNCHECKED = Fault("program", "the program was not checked", "check these bytes before loading them")
@@ -94,7 +95,7 @@ class DeviceBase(ABC, Generic[J]):
         self._allow_ops = allow_ops
         self._checks_at_once = checks_at_once
         self._confined = confined or Confined.choose("auto")
-        self._checks = Checks(checks_at_once, limits, allow_ops, self._confined.of(None))
+        self._checks = Checks(checks_at_once, limits, allow_ops, self._confined.of(None, most_bytes=CHECK_BYTES))
         self._schedule: Schedule[Any] = Schedule(parallel, preempts=preempts)
         self._jobs: dict[JobId, J] = {}
         self._events: list[DeviceEvent] = []

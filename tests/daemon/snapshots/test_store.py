@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpumux.daemon.snapshots import store as stores
 from gpumux.daemon.snapshots.store import GENERATIONS, GENERATOR, NOTES, SnapshotOwner, Store, buffer_name
 from gpumux.errors import SnapshotFailed, UnknownJob
 
@@ -315,6 +316,22 @@ def test_old_jobs_expire_and_open_ones_stay(tmp_path: Path):
     store.forget(MINE)
     assert list(store.kept()) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_user_has_the_newest_jobs_kept_and_those_that_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """However small they are: each takes its time when a job is looked for by its name."""
+    monkeypatch.setattr(stores, "MOST_KEPT", 3)
+    store = OpenedStore(tmp_path)
+    jobs = [SnapshotOwner(1000, f"{number:032x}") for number in range(5)]
+    theirs = SnapshotOwner(2000, JOB)
+    for age, owner in enumerate((theirs, *jobs)):
+        save(store, 1, owner)
+        for file in files(store, owner):
+            os.utime(file, (age, age))
+    store.make_room(jobs[4], 1, 1 << 40, frozenset({jobs[0]}))
+    assert [kept.owner for kept in store.kept()] == [jobs[0], jobs[3], jobs[4], theirs]
+    store.make_room(MINE, 1, 1 << 40, frozenset({jobs[0]}))
+    assert [kept.owner for kept in store.kept()] == [jobs[0], jobs[4], theirs], "with the new one there are three"
 
 
 def test_a_users_limit(tmp_path: Path):

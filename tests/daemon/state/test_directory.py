@@ -59,7 +59,7 @@ def test_another_users_is_refused(tmp_path: Path):
     path = tmp_path / "state"
     path.mkdir(mode=0o700)
     os.chown(path, OTHER, OTHER)
-    with pytest.raises(ConfigError, match=f"belongs to user {OTHER}, and this daemon runs as user 0") as refused:
+    with pytest.raises(ConfigError, match=f"belongs to user {OTHER}, and this process runs as user 0") as refused:
         open_state_directory(path)
     assert refused.value.remedy.startswith(f"chown 0 {path}")
 
@@ -117,7 +117,7 @@ def test_what_stands_in_for_the_snapshots_directory_is_refused(state: tuple[Path
     path, fd = state
     planted = path / "snapshots"
     if what == "link":
-        (path.parent / "elsewhere").mkdir()
+        (path.parent / "elsewhere").mkdir(mode=0o700)  # only that it is behind a link is wrong with it
         planted.symlink_to(path.parent / "elsewhere")
     elif what == "file":
         planted.touch()

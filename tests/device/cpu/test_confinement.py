@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gpumux.device.cpu.device import CpuDevice
+from gpumux.device.run.device_base import CHECK_BYTES
 from gpumux.device.workers import confinement
 from gpumux.device.workers.confinement import SPARE_BYTES, SPARE_FACTOR, Confined, Confinement, Measure, identity
 from gpumux.errors import ConfigError
@@ -79,6 +80,9 @@ def test_checkers_are_confined_too(device: CpuDevice):
         (pid,) = set(children(fork_server(device))) - set(executors(device))  # it waits for another Program
         found = status(pid)
         assert found["NoNewPrivs"] == ["1"]
+        limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
+        (most,) = (line.split()[3] for line in limits if line.startswith("Max data size"))
+        assert CHECK_BYTES + SPARE_BYTES < int(most) < 2 * CHECK_BYTES + SPARE_BYTES
         if os.geteuid() == 0:
             assert found["Uid"] == [str(identity(None)[0])] * 4
         if FILTERED:
