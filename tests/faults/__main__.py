@@ -1,6 +1,8 @@
 """`python -m tests.faults`: run many simulated histories, or one of them again.
 
 --histories N   so many, with seeds from --seed on (default 1,000)
+--processes N   in so many processes (default 1)
+--out FILE      write what was run as JSON
 --replay SEED   this one, and say what happened in it
 --mistake NAME  put a mistake into the daemon, and stop at the first history that shows it (mistakes.py)
 """
@@ -8,21 +10,30 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import multiprocessing
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 from tests.faults.mistakes import MISTAKES
 from tests.faults.world import World
 
 EVERY_S = 10.0
+AT_ONCE = 50  # histories that a process runs before it says what it found
 
 
 def main() -> int:
     arguments = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     arguments.add_argument("--histories", type=int, default=1000)
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--processes", type=int, default=1)
+    arguments.add_argument("--out", type=Path)
     arguments.add_argument("--replay", type=int)
     arguments.add_argument("--mistake", choices=MISTAKES)
     args = arguments.parse_args()
@@ -32,21 +43,52 @@ def main() -> int:
     if args.replay is not None:
         return replay(args.replay)
     began = said = time.monotonic()
-    broken = 0
-    for seed in range(args.seed, args.seed + args.histories):
+    broken: list[int] = []
+    done = 0
+    last = args.seed + args.histories
+    starts = range(args.seed, last, AT_ONCE)
+    with parts(partial(run, last=last), starts, args.processes) as found:
+        for errors in found:
+            done = min(done + AT_ONCE, args.histories)
+            for seed, error in errors:
+                broken.append(seed)
+                print(f"seed {seed}: {error}", flush=True)
+            if args.mistake is not None and broken:
+                return 1
+            if time.monotonic() - said > EVERY_S:
+                said = time.monotonic()
+                print(f"{done} histories, {len(broken)} broken, {60 * done / (said - began):.0f} a minute", flush=True)
+    seconds = time.monotonic() - began
+    print(f"{args.histories} histories, {len(broken)} broken, in {seconds:.0f} s")
+    if args.out is not None:
+        what = {"histories": args.histories, "first_seed": args.seed, "broken": sorted(broken)}
+        args.out.write_text(
+            json.dumps({**what, "seconds": round(seconds), "processes": args.processes}, indent=1) + "\n"
+        )
+    return 1 if broken else 0
+
+
+def run(first: int, last: int) -> list[tuple[int, str]]:
+    """The seeds of broken histories, of AT_ONCE before `last`, and their errors."""
+    errors = []
+    for seed in range(first, min(first + AT_ONCE, last)):
         try:
             World(seed).run()
         except Exception as error:  # noqa: BLE001 - whatever it is, the seed is what matters
-            broken += 1
-            print(f"seed {seed}: {type(error).__name__}: {error}"[:400], flush=True)
-            if args.mistake is not None:
-                return 1
-        if time.monotonic() - said > EVERY_S:
-            said = time.monotonic()
-            done = seed - args.seed + 1
-            print(f"{done} histories, {broken} broken, {60 * done / (said - began):.0f} a minute", flush=True)
-    print(f"{args.histories} histories, {broken} broken, in {time.monotonic() - began:.0f} s")
-    return 1 if broken else 0
+            errors.append((seed, f"{type(error).__name__}: {error}"[:400]))
+    return errors
+
+
+@contextmanager
+def parts(
+    call: partial[list[tuple[int, str]]], starts: range, processes: int
+) -> Iterator[Iterator[list[tuple[int, str]]]]:
+    """What `call` gives for each start, in any order."""
+    if processes == 1:
+        yield map(call, starts)
+        return
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        yield pool.imap_unordered(call, starts)
 
 
 def replay(seed: int) -> int:
