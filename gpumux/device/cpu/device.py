@@ -199,7 +199,8 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
                 os.eventfd_read(self._wakeup)
             else:
                 self._hear_workers()
-        self._supervisor.start_due()
+        if self._supervisor.due < inf:
+            self._supervisor.start_due()
         if self._schedule.waiting:
             self._hand_over()
         events, self._events = self._events, []

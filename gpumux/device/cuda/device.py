@@ -162,7 +162,8 @@ class CudaDevice(DeviceBase[CudaJob]):
                 os.eventfd_read(self._wakeup)
             else:
                 self._hear_workers()
-        self._supervisor.start_due()
+        if self._supervisor.due < inf:
+            self._supervisor.start_due()
         try:
             self._worker.finished()
             for completed in self._tracker.completed():
