@@ -635,7 +635,7 @@ class Job(Generic[Batch]):
             if keep:
                 self._keep()
             self._recovery.closing = True
-            fetched = not (sync and drain)  # or nobody wants it
+            fetched = not (sync and drain)  # or its state is not wanted
             try:
                 if sync and drain:
                     fetched = self._local.fetch_at_close(limit)

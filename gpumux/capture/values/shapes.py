@@ -8,7 +8,7 @@ once and is a constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,15 +52,11 @@ class KnownShapes:
         """Whether the operator's result could be computed, and the result."""
         if torch.Tag.dynamic_output_shape not in func.tags or func in _INDEXED:
             return False, None
-        values: list[Any] = [self._value(func, tensor) for tensor in _tensors(args, kwargs)]
-        if not values or any(value is None for value in values):
+        given, structure = pytree.tree_flatten((args, kwargs))
+        tensors = {i: self._value(func, x) for i, x in enumerate(given) if isinstance(x, torch.Tensor)}
+        if not tensors or any(value is None for value in tensors.values()):
             return False, None
-        known = iter(values)
+        args, kwargs = pytree.tree_unflatten([tensors.get(i, x) for i, x in enumerate(given)], structure)
         with _disable_current_modes():
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(known), (args, kwargs))
             made = func(*args, **kwargs)
         return True, pytree.tree_map_only(torch.Tensor, self._constant, made)
-
-
-def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

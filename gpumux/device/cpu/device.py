@@ -420,7 +420,6 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
         if fault is not None:  # without an end of the process its job would wait, and hold its place, for ever
             executor.failure = fault
             self._end(executor)
-        return
 
     def _start(self, executor: ExecutorRecord, server: ForkServer) -> None:
         start(executor, server)
