@@ -58,7 +58,7 @@ check: ruff $(VENV)/.bindings
 test-fast: $(VENV)/.dev $(VENV)/.bindings ## the tests that take less than ten seconds each
 	$(RUN) pytest $(BESIDE) -m "not slow and not extended" --durations=5
 
-core: $(VENV)/.dev ## compile the scheduler core, if its sources changed: daemons started from here are quicker (half a minute)
+core: $(VENV)/.dev ## compile the scheduler core, if its sources changed: daemons started from here are quicker (a quarter of a minute)
 	@$(CORE)
 
 lint: ruff ## ruff and mypy --strict, no changes made
