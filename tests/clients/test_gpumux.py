@@ -94,6 +94,7 @@ def test_ctrl_c_closes_the_job(daemon: RunningDaemon):
     assert jobs_left(daemon) == []
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_demo_shows_what_it_claims(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     guarded = promise.parts(quick=True)[1:]

@@ -7,7 +7,7 @@ import pytest
 from tests.cluster.mistakes import MISTAKES, put_in
 from tests.cluster.world import World
 
-HISTORIES = 100
+HISTORIES = 60
 SEARCHED = 100  # histories in which a mistake has to show
 # Where to begin, for mistakes that the first histories do not show: seeds that did when they were searched for.
 FIRST = {

@@ -251,6 +251,7 @@ def full(at: Path) -> Iterator[None]:
     (at / "filler").unlink()
 
 
+@pytest.mark.extended
 def test_a_full_disk_costs_snapshots_and_no_step(tmp_path: Path):
     """One that became read-only does the same (tests/daemon/snapshots/test_store.py, tests/faults)."""
     if why := not_mountable():

@@ -14,7 +14,7 @@ from tests.faults.mistakes import MISTAKES
 from tests.faults.world import FAULTS, World
 
 ROOT = Path(__file__).parents[2]
-HISTORIES = 100
+HISTORIES = 60
 SEARCHED = 100  # histories in which a mistake has to show
 
 

@@ -333,6 +333,7 @@ def test_an_unknown_job_is_refused():
             jobs.build(name, "tiny")
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_worker_runs_what_it_is_asked_and_tells_what_it_can_not():
     with worker.Worker([worker.Task("resnet50:train", "eager", "tiny", "cpu")]) as one:

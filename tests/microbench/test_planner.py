@@ -28,6 +28,7 @@ def directory() -> Path:
     return Path(path)
 
 
+@pytest.mark.extended
 def test_it_runs_on_modelled_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "planner.json"
     assert planner.main([*QUICK, "--out", str(out)]) == 0

@@ -247,6 +247,7 @@ def test_launches_are_paid_from_the_credit_and_bounded_in_each_step() -> None:
     assert bounded[1] == pytest.approx(planned(Plan({}))[1], rel=0.01)
 
 
+@pytest.mark.extended
 def test_the_oracle_keeps_the_promise_and_beats_the_gaps() -> None:
     found = oracle.Search(HIGH, LOW, A100).run()
     assert found.best.keeps
@@ -257,6 +258,7 @@ def test_the_oracle_keeps_the_promise_and_beats_the_gaps() -> None:
     assert everything.simulated == everything.tried > found.simulated
 
 
+@pytest.mark.extended
 def test_more_slowdown_allowed_is_never_less_harvest() -> None:
     strict, loose = (oracle.Search(replace(HIGH, max_slowdown=x), LOW, A100).run().best for x in (1.02, 1.5))
     assert loose.harvest > strict.harvest

@@ -46,6 +46,7 @@ def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert "the same best trial" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 def test_hfta_s_workloads_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     out, threads = tmp_path / "r.json", torch.get_num_threads()
     monkeypatch.setitem(tasks.SETTINGS, "pointnet", tasks.Settings(4, 2, 1, 3, 1))

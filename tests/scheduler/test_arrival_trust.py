@@ -141,6 +141,7 @@ def test_the_promise_holds_where_steps_come_at_random(other: str, rate: float) -
     assert "Its steps come at random" in explained(simulation, "high")
 
 
+@pytest.mark.extended
 def test_it_is_the_gaps_that_are_not_relied_on_that_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ArrivalTrust, "step_ended", lambda *_, **__: None)
     monkeypatch.setattr(high_job, "AT_RANDOM", 0.0)

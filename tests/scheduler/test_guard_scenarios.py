@@ -172,6 +172,7 @@ def test_beside_short_steps_low_programs_are_cut_finer_and_as_before_when_no_job
     assert "pieces of about" not in explained(simulation, "low")
 
 
+@pytest.mark.extended
 def test_the_promise_holds_beside_many_unknown_programs() -> None:
     """There is far more to find out than the first steps have room for, beside the step and between steps."""
     random = Random(0)
@@ -455,6 +456,7 @@ def test_of_a_job_that_allows_no_slowdown_and_has_none_no_broken_promise_is_repo
     assert job["guard"]["steps_over"] == 0
 
 
+@pytest.mark.extended
 def test_a_slow_launch_late_in_a_step_costs_no_step_behind_it_too_much() -> None:
     """Operators of 0.9 ms last 7 ms on a quarter of the device, beyond the end of 5 ms steps that come at random. One
     step in four comes while another runs."""

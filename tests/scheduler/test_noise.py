@@ -138,8 +138,8 @@ MANY = low(tuple(Kernel(f"k{i}", 40, (30 + 5 * (i % 17)) * 1e-6, 1, 0) for i in 
 FULL = low(tuple(Kernel(f"k{i}", 216, (10 + 2 * (i % 7)) * 1e-6, 1, 0) for i in range(60)))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("other", "least"), [(MANY, 0.25), (FULL, 0.17)])
-@pytest.mark.every(2)
 def test_low_work_is_not_held_for_noise(other: object, least: float) -> None:
     """A step in five loses more alone than low work may ever cost one. Without regard to that, nothing was known of low
     work for good that ran once at such a moment: of what it does in quiet a fifteenth was left, and a seventh."""

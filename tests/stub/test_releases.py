@@ -46,6 +46,7 @@ def test_the_driver_wrapper_keeps_its_rules_on_every_release(libraries: Path):
         assert passed(part) >= 40
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_experiments_run_to_their_ends(libraries: Path):
     done = run(

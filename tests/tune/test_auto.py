@@ -67,6 +67,7 @@ def test_it_finds_what_serial_finds(step_s: list[float], seconds: float):
         ]
 
 
+@pytest.mark.extended
 def test_what_the_first_rung_took_decides_about_the_next(step_s: list[float], monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[int, float | None, float]] = []
     usual = PartitionCosts.arrays_pay

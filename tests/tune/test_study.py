@@ -98,6 +98,7 @@ def test_a_killed_sweep_goes_on_from_its_storage(open_study, die_after: int):
     assert not set(first.trained) & set(second.trained)
 
 
+@pytest.mark.extended
 def test_tpe_proposes_what_it_would_have_proposed(open_study, tmp_path: Path, tables: Path):
     """With few trials drawn at random first, so that the later ones depend on scores."""
     whole = StudyLedger(

@@ -153,6 +153,7 @@ def test_ctrl_c_without_storage_says_so(
     assert "nothing is kept without --storage" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_a_diverged_trial_fails_alone(space: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     asked = ["tune", "tests.tune.toy:diverges", "--space", space, "--scheduler", "serial", "--json"]
     stored = ["--storage", f"sqlite:///{tmp_path}/t.db", "--plot", str(tmp_path / "a.png")]

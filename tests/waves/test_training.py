@@ -253,7 +253,7 @@ def keeping(tmp_path_factory) -> Iterator[str]:
         yield daemon.endpoint
 
 
-@pytest.mark.every(3)
+@pytest.mark.extended
 @pytest.mark.parametrize("after", [0, 1, 2, pytest.param(5, marks=pytest.mark.extended)])
 def test_a_job_that_was_kept_goes_on_in_the_middle_of_a_pair(keeping, after: int):
     """Both replicas, both optimizers, the last gradients, the generator and statistics come from the snapshot."""

@@ -121,7 +121,7 @@ def test_a_malformed_message_ends_its_session_only(world, make_client, frames):
 
 
 def test_thousands_of_mutated_messages(make_world, make_client):
-    """12,000 of them, from many connections, inside sessions and outside, while another works."""
+    """4,000 of them, from many connections, inside sessions and outside, while another works."""
     world = make_world(burst_sessionless=1e9)
     good = make_client(world)
     session = world.open(good).session
@@ -131,7 +131,7 @@ def test_thousands_of_mutated_messages(make_world, make_client):
         m.OpenTransfer(1, JOB, 1, [1, 2], True), m.CloseJob(1, JOB, False), m.GetStatus(1), m.Heartbeat(1.0),
     ]  # fmt: skip
     sent = 0
-    for round_number in range(60):
+    for round_number in range(20):
         bad = make_client(world)
         if round_number % 2:
             world.open(bad)
@@ -149,8 +149,8 @@ def test_thousands_of_mutated_messages(make_world, make_client):
         world.digest(bad, 1000 + round_number)
         world.serves(good, session, round_number)
         bad.close()
-    assert sent == 12_000
-    assert sum(world.router.counters.values()) > 11_000  # a few mutations leave a valid message
+    assert sent == 4_000
+    assert sum(world.router.counters.values()) > 3_600  # a few mutations leave a valid message
 
 
 def test_a_flood_is_cut_off_and_the_others_go_on(make_world, make_client):

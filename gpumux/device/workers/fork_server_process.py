@@ -62,7 +62,7 @@ from gpumux.program.ir import Op, Program, ProgramLimits, Storage, TensorRef, Vi
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 MOST_READS = 5  # of a pipe, to have read what it held
-QUIET_MS = 2000  # without a request, before the fork server's memory is put into huge pages
+QUIET_MS = 5000  # without a request, before the fork server's memory is put into huge pages
 _OOM_SCORE = 500  # the kernel takes these processes before the daemon
 HUGE_PAGE_BYTES = 2 << 20  # on x86-64, and on arm64 with pages of 4 KiB
 LEAST_FREE_BYTES = 1 << 30  # of the machine and of this process's control groups, that jobs are to find
@@ -461,8 +461,9 @@ def main(fd: int, operators: list[str]) -> None:
     try:
         control.send(READY, {"torch": torch.__version__, "unknown": [op for op in operators if not _known(op)]})
         warm_checker()  # while the daemon and its first client start
-        gc.collect()
-        gc.freeze()  # present objects are never garbage, here or in a child: collections need not visit them
+        # Present objects are never garbage, here or in a child: collections need not visit them. To collect the few
+        # that are garbage already takes a fifth of a second, and frees no page.
+        gc.freeze()
         gc.enable()
         control.send(WARMED, [])
         ForkServerProcess(control).serve()

@@ -154,6 +154,7 @@ def test_steps_of_many_kinds_run_again_to_the_same_bits(pair: list[Phoenix], und
     assert same(run, make, undisturbed)
 
 
+@pytest.mark.extended
 def test_a_daemon_that_is_killed_and_all_of_them_together(
     pair: list[Phoenix], undisturbed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_job_moves_while_it_is_stepped(
     assert all("and 0 steps run again" in line for line in back)
 
 
+@pytest.mark.extended
 def test_a_job_moves_while_the_users_thread_does_something_else(daemons: list[Phoenix], coordinator: FakeCoordinator):
     """The thread waits in a data loader from the order to leave until the job is at its new daemon; and the next time
     it collates a batch before the job has devices."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +13,10 @@ import pytest
 
 from gpumux.device.workers import fork_server
 from gpumux.device.workers.output import BURST_BYTES, LINE_BYTES, RATE_BYTES_S, Output
+from tests.forked_scripts import ROOT, ForkedScripts, forked_scripts
 
-ROOT = Path(__file__).parents[3]
 LIMIT_S = 60.0
+Fork = Callable[..., subprocess.CompletedProcess[str]]
 
 # ---- Children that do what no executor does. A script of its own is the daemon: it forks a child that runs `code`, and
 # says how the child ended.
@@ -54,16 +54,19 @@ while True:
 """
 
 
-def script(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, text=True, stdin=subprocess.DEVNULL, capture_output=True,
-        timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[ForkedScripts]:
+    with forked_scripts("gpumux.device.workers.fork_server_process") as found:
+        yield found
 
 
-def fork(code: str, then: str = REPORT, first: str = "") -> subprocess.CompletedProcess[str]:
-    run = script(DAEMON.format(code=code, then=then, first=first))
-    assert run.returncode == 0, run.stderr
+@pytest.fixture
+def fork(scripts: ForkedScripts) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(code: str, then: str = REPORT, first: str = "") -> subprocess.CompletedProcess[str]:
+        found = scripts.run(DAEMON.format(code=code, then=then, first=first))
+        assert found.returncode == 0, found.stderr
+        return found
+
     return run
 
 
@@ -97,13 +100,13 @@ open({path!r}, "w").write(str(child))
 """
 
 
-def test_what_a_child_has_forked_ends_with_it(tmp_path: Path):
+def test_what_a_child_has_forked_ends_with_it(tmp_path: Path, fork: Fork):
     run = fork(FORKS.format(path=str(tmp_path / "pid"), then=""))
     assert "ENDED [1, 0, '']" in run.stdout
     assert gone(pid_in(tmp_path, "pid"))
 
 
-def test_what_a_child_has_forked_is_killed_with_it(tmp_path: Path):
+def test_what_a_child_has_forked_is_killed_with_it(tmp_path: Path, fork: Fork):
     path = str(tmp_path / "pid")
     then = f"while not os.path.exists({path!r}) or not open({path!r}).read(): time.sleep(0.01)\ndaemon.send(KILL, 1)\n"
     run = fork(FORKS.format(path=path, then="while True: time.sleep(60)"), then + REPORT)
@@ -111,14 +114,14 @@ def test_what_a_child_has_forked_is_killed_with_it(tmp_path: Path):
     assert gone(pid_in(tmp_path, "pid"))
 
 
-def test_children_and_what_they_forked_end_with_the_daemon(tmp_path: Path):
+def test_children_and_what_they_forked_end_with_the_daemon(tmp_path: Path, fork: Fork):
     path = str(tmp_path / "pid")
     then = f"while not os.path.exists({path!r}) or not open({path!r}).read(): time.sleep(0.01)\n"
     fork(FORKS.format(path=path, then="while True: time.sleep(60)"), then)
     assert gone(pid_in(tmp_path, "pid"))
 
 
-def test_a_child_that_closes_its_descriptors_is_still_obeyed_and_reaped(tmp_path: Path):
+def test_a_child_that_closes_its_descriptors_is_still_obeyed_and_reaped(tmp_path: Path, fork: Fork):
     """It was waited for once one of them had ended, and others were not served any more."""
     path = str(tmp_path / "closed")
     closes = f"os.closerange(0, 64)\nopen({path!r}, 'w').close()\nwhile True: time.sleep(60)"
@@ -127,7 +130,7 @@ def test_a_child_that_closes_its_descriptors_is_still_obeyed_and_reaped(tmp_path
     assert f"ENDED [1, {int(signal.SIGKILL)}, '']" in run.stdout
 
 
-def test_what_a_child_prints_is_marked_and_cannot_pretend_to_be_a_line_of_the_daemons():
+def test_what_a_child_prints_is_marked_and_cannot_pretend_to_be_a_line_of_the_daemons(fork: Fork):
     code = "print('told')\nos.write(2, b'2026-01-01 gpumux: all is well\\n\\x1b[2Junfinished')"
     said = fork(code).stderr.splitlines()
     marked = [line for line in said if line.startswith("gpumux-executor ")]
@@ -135,24 +138,24 @@ def test_what_a_child_prints_is_marked_and_cannot_pretend_to_be_a_line_of_the_da
     assert not any(line.startswith("2026") for line in said)
 
 
-def test_a_traceback_of_a_child_is_seen():
+def test_a_traceback_of_a_child_is_seen(fork: Fork):
     run = fork("raise RuntimeError('of a child')")
     assert "ENDED [1, 17920, '']" in run.stdout  # status 70
     assert "RuntimeError: of a child" in run.stderr
 
 
-def test_a_closed_log_ends_no_child():
+def test_a_closed_log_ends_no_child(fork: Fork):
     run = fork("os.write(1, b'told\\n')\nos._exit(3)", first="end, start = os.pipe(); os.close(end); os.dup2(start, 2)")
     assert "ENDED [1, 768, '']" in run.stdout  # status 3
 
 
-def test_a_child_that_prints_without_end_fills_no_log():
+def test_a_child_that_prints_without_end_fills_no_log(fork: Fork):
     run = fork("for _ in range(20_000): os.write(1, b'x' * 999 + b'\\n')")
     assert len(run.stderr) < 2 * BURST_BYTES
     assert "bytes of output were left out" in run.stderr
 
 
-def test_a_child_has_no_descriptor_of_the_daemons_terminal_or_log():
+def test_a_child_has_no_descriptor_of_the_daemons_terminal_or_log(fork: Fork):
     code = "print([os.readlink(f'/proc/self/fd/{fd}').partition(':')[0] for fd in (0, 1, 2)])"
     assert "['/dev/null', 'pipe', 'pipe']" in fork(code).stderr
 
@@ -160,7 +163,7 @@ def test_a_child_has_no_descriptor_of_the_daemons_terminal_or_log():
 @pytest.mark.every(2)
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user: run as root")
 @pytest.mark.parametrize("forbidden", [True, False])
-def test_processes_of_the_same_user_cannot_look_into_the_fork_server(forbidden: bool):
+def test_processes_of_the_same_user_cannot_look_into_the_fork_server(forbidden: bool, scripts: ForkedScripts):
     """The kernel says so by the owner of its files in /proc."""
     code = f"""
 import os
@@ -180,10 +183,10 @@ theirs.close()
 tag, body, _ = channel.Channel(ours).receive()
 print(os.stat(f"/proc/{{pid}}/environ").st_uid)
 """
-    assert script(code).stdout == ("0\n" if forbidden else "63021\n")
+    assert scripts.run(code).stdout == ("0\n" if forbidden else "63021\n")
 
 
-def test_children_have_no_terminal():
+def test_children_have_no_terminal(scripts: ForkedScripts):
     """A session's terminal can be opened by its name, by any user: /dev/tty."""
     code = """
 import pty
@@ -206,7 +209,7 @@ if pid == 0:
     os._exit(0)
 print(os.read(end, 100).decode())
 """
-    run = script(code)
+    run = scripts.run(code)
     assert run.stdout == "True, No such device or address\n", run.stderr
 
 

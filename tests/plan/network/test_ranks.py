@@ -94,6 +94,7 @@ def test_an_interrupt_ends_all_ranks() -> None:
         measure_here(SMALL, interrupt)
 
 
+@pytest.mark.extended
 def test_a_rank_that_is_killed_is_named() -> None:
     before = children()
     killed: list[int] = []
