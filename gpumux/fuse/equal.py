@@ -10,6 +10,8 @@ is the order of the models in the fused Program.
 - Batches and results are bytes in slots of shared memory. A job's batch is copied to its part of each input; its
   results are a part of each result (`GroupLayout` in `gpumux/device/cpu/group.py`).
 - Host scalars may differ between jobs at any step (learning rates, step counts), so that all of them are taken to.
+- Random draws: a job's generator comes with each of its steps (`Program.generator`), and is the job's random stream for
+  the fused one, one more line of state. Operators that draw run once a job, so each draws what it draws alone.
 
 `serve` is the process that makes and proves a fused Program for a device (`gpumux/device/workers/fusing.py`).
 `gpumux/scheduler/fusion/groups.py` decides when jobs run so.
@@ -20,7 +22,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -80,7 +82,9 @@ def make_jobs(program: Program, jobs: int, choose: Choose = "fused") -> Unproven
 
     Raises NotFusible, with the reason, for what can't run so, and what `fuse.fuse` raises."""
     _refuse(program, jobs)
-    kinds = program.scalars
+    alone, kinds = program, program.scalars
+    # Each job's draws come from the state that came with its step, which `GroupSteps` copies to the job's stream.
+    program = replace(program, generator=None)
     values = [[0.5 if kind == "float" else 1 for kind in kinds]] * jobs
     template = align([program] * jobs, frozenset(range(len(kinds))))
 
@@ -96,7 +100,7 @@ def make_jobs(program: Program, jobs: int, choose: Choose = "fused") -> Unproven
     # out of an operator's range.
     tried = [[v * (1 + job / 8) if isinstance(v, float) else v for v in values[job]] for job in range(few)]
     fusion = StepFusion(jobs, fused.scalars, tuple(table.rows for table in fused.tables))
-    found = FusedJobs(program, fused, GroupLayout(program, fused.program, fusion))
+    found = FusedJobs(alone, fused, GroupLayout(alone, fused.program, fusion))
     return UnprovenJobs(found, fewer, made("per-model", few), tried)
 
 
@@ -113,10 +117,11 @@ def _refuse(program: Program, jobs: int) -> None:
         raise NotFusible("its step exchanges data with other ranks", alone)
     if program.wave is not None:
         raise NotFusible("its step is one of two waves", "submit it without waves")
-    if program.generator is not None or any(op.random is not None for op in program.ops):
+    if program.generator is None and any(op.random is not None for op in program.ops):
         raise NotFusible(
-            "its step draws random numbers, and each job's come from a generator of its own",
-            f"{alone}, or train the models with submit_array, which keeps a stream for each",
+            "its step draws random numbers from a generator of the job's own",
+            "submit it without seed= and rng=, so that they come from the client's, or train the models with"
+            " submit_array",
         )
     for view in program.views:
         storage = program.storages[view.storage]
@@ -132,12 +137,11 @@ class StackedState:
     """The state of a group of jobs while it runs as one: `lines`, by state slot, are the fused Program's buffers.
 
     It takes as many bytes as the jobs' own buffers, which keep what was in them until they are overwritten by
-    `unstack`. Raises OSError when there is no memory."""
+    `unstack`, and those of their generators if a step draws. Raises OSError when there is no memory."""
 
     def __init__(self, group: FusedJobs) -> None:
-        self._jobs = group.jobs
-        state = [s for s in group.program.storages if s.kind == "state"]
-        self._nbytes = [s.nbytes for s in sorted(state, key=lambda s: s.slot)]
+        self._jobs, self._own = group.jobs, len(state_slots(group.program))
+        self._nbytes = [nbytes // group.jobs for nbytes in state_slots(group.fused.program)]
         self._starts = [0, *accumulate(aligned(nbytes * self._jobs) for nbytes in self._nbytes)]
         self.nbytes = self._starts[-1]
         self._memory = mmap.mmap(-1, max(1, self.nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -153,7 +157,7 @@ class StackedState:
         """The job's part of each line, by state slot: buffers for its own Program. They need not
         begin on 64 bytes, so that kernels may round otherwise than on the job's own. `job`: its position in the
         group."""
-        return [self._over(slot, job, 1) for slot in range(len(self._nbytes))]
+        return [self._over(slot, job, 1) for slot in range(self._own)]
 
     def stack(self, job: int, buffers: Sequence[torch.Tensor]) -> None:
         """Copy the job's own buffers (bytes, by state slot) in."""

@@ -120,19 +120,20 @@ class _OpenGroup:
         self._group, self._made, self._session = group, made, session
         self._job = uuid.uuid4().hex
         self._sizes = state_slots(made.program)
-        table = _Buffers([made.jobs * nbytes for nbytes in self._sizes])
+        table = _Buffers(state_slots(made.fused.program))  # stacked, and the generators if a step draws
         self._table = cast("StateTable", table)
         self._remote = Remote(session, self._job, self._table, Waits(self._job, False))
         self._busy: dict[int, tuple[RemoteProgram, int]] = {}  # steps under way: their Programs and slots
         self._steps = 0
         self._failed: m.StepFailed | None = None
-        whole = tuple(range(len(self._sizes)))
+        whole = tuple(range(len(table.buffers)))
+        own = whole[: len(self._sizes)]
         session.register(self._job, self._hear)
         named = JobSpec(spec.name, weight=spec.weight, max_inflight=spec.max_inflight)
         try:
             session.open_job(self._job, named, None)
             self._fused = self._load(LoweredRank(made.fused.program, whole))
-            self._own = self._load(LoweredRank(_shifted(made.program, group.place, made.jobs), whole))
+            self._own = self._load(LoweredRank(_shifted(made.program, group.place, made.jobs), own))
         except BaseException:
             self.close()
             raise
@@ -164,19 +165,30 @@ class _OpenGroup:
             nbytes = self._sizes[slot]
             data[starts[slot] : starts[slot] + nbytes].copy_(held[place * nbytes : (place + 1) * nbytes])
 
-        self._remote.pull(take)
+        self._remote.pull(take, range(len(self._sizes)))
         return data
 
     def run(self, fused: bool, scalars: Scalars, batch: Sequence[torch.Tensor]) -> None:
         """Run a step, of all places or of the job's alone."""
         program = self._fused if fused else self._own
         tensors, numbers = self._everywhere(scalars, batch) if fused else (list(batch), list(scalars))
+        if fused and self._made.layout.generator is not None:
+            self._set_generators(batch[self._made.layout.generator[0]])
         self._wait(lambda: bool(program.free) and len(self._busy) < self._most)
         slot = program.free.pop()
         frames = program.fill(slot, tensors)
         self._steps += 1
         self._busy[self._steps] = program, slot
         self._remote.post_step(self._steps, program.number, slot, numbers, frames)
+
+    def _set_generators(self, state: torch.Tensor) -> None:
+        """Have each place draw from a generator of this state, which came with the step that follows. A transfer comes
+        after the steps before it."""
+        line = len(self._sizes)
+        data = torch.zeros(size_of(self._table, [line]), dtype=torch.uint8)
+        every = state.repeat(self._made.jobs)
+        data[: every.numel()].copy_(every)
+        self._remote.put([line], data)
 
     def _everywhere(self, scalars: Scalars, batch: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
         """The inputs and host scalars of the fused step whose jobs all have this batch and these host scalars."""

@@ -18,6 +18,7 @@ from microbench.kills import Phoenix
 from microbench.soaking import watch
 
 MOST_STEPS = 20_000
+SEED = 11
 SOON = {"GPUMUX_FUSE_SETTLE_S": "0.5", "GPUMUX_FUSE_RETRY_S": "0", "GPUMUX_SNAPSHOT_S": "3600"}
 ALONE = "run again by themselves"
 
@@ -38,7 +39,9 @@ def victim(tmp_path: Path) -> Iterator[Phoenix]:
 
 def factory(seed: int) -> tuple[Callable[..., torch.Tensor], nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 37), nn.Softplus(), nn.Linear(37, 65), nn.ELU(), nn.Linear(65, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 37), nn.Softplus(), nn.Dropout(0.2), nn.Linear(37, 65), nn.ELU(), nn.Linear(65, 10)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * (seed + 1), momentum=0.9)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -65,6 +68,8 @@ class Pair:
             )
             self.jobs.append(made)
         self.taken = [0, 0]
+        self.order: list[tuple[int, int]] = []  # of the steps, each of which draws from the script's generator
+        torch.manual_seed(SEED)
 
     def batch(self, job: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.data[(job + step) % len(self.data)]
@@ -75,6 +80,7 @@ class Pair:
         for future in [self.jobs[job].step(*self.batch(job, self.taken[job])) for job in these]:
             future.result()
         for job in these:
+            self.order.append((job, self.taken[job]))
             self.taken[job] += 1
 
     def fused(self) -> int:
@@ -91,14 +97,15 @@ class Pair:
         return [job.state_dict()["model"] for job in self.jobs]
 
     def plain_state(self) -> list[dict[str, torch.Tensor]]:
-        """What the plain loops have after as many steps."""
-        found = []
-        for number in range(2):
-            step, model, _ = factory(number)
-            for n in range(self.taken[number]):
-                step(*self.batch(number, n))
-            found.append(model.state_dict())
-        return found
+        """What the plain loops have after as many steps, which leave the generator where the jobs' do."""
+        after = torch.get_rng_state()
+        with torch.random.fork_rng():
+            made = [factory(number) for number in range(2)]
+            torch.manual_seed(SEED)
+            for job, number in self.order:
+                made[job][0](*self.batch(job, number))
+            assert torch.equal(after, torch.get_rng_state())
+        return [model.state_dict() for _, model, _ in made]
 
     def close(self) -> None:
         for job in self.jobs:
@@ -123,6 +130,8 @@ def test_a_recovered_job_has_the_bits_of_the_steps_that_ran_as_one(
         then = pair.state()
         plain = pair.plain_state()
         assert not same(then, plain), "or it can't be seen here how they run again"
+        for mine, theirs in zip(then, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)  # with other masks they are far apart
         victim.kill()
         assert same(pair.state(), then)
         assert not [line for line in caplog.messages if ALONE in line]

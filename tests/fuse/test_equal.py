@@ -13,15 +13,17 @@ from random import Random
 import pytest
 import torch
 
+from gpumux.capture.lower import with_generator
 from gpumux.capture.state import byte_view
 from gpumux.errors import NotFusible
 from gpumux.fuse import equal
 from gpumux.fuse.equal import FusedJobs, StackedState, fuse_jobs
 from gpumux.fuse.member import Member
 from gpumux.fuse.proof import ProgramRunner
-from gpumux.fuse.template import Fused
+from gpumux.fuse.template import Fused, stream_bytes
 from gpumux.program.codec import encode
 from gpumux.program.ir import Op, Program, ProgramBuilder, Wave, slot_layout
+from gpumux.program.validate import state_slots
 from gpumux.scheduler.fusion import groups as fg
 from gpumux.types import JobId, Priority, StepId
 from tests.fuse.serial import Config, batches, relative_difference, training
@@ -403,14 +405,31 @@ def plain_program(**changes: object) -> Program:
         (plain_program(kind="compiled"), "is compiled"),
         (plain_program(ranks=2), "other ranks"),
         (plain_program(wave=Wave(0, 1)), "two waves"),
-        (plain_program(generator=0), "draws random numbers"),
-        (plain_program(ops=(Op("aten.rand_like.default", (), random=0),)), "draws random numbers"),
+        (plain_program(ops=(Op("aten.rand_like.default", (), random=0),)), "a generator of the job's own"),
     ],
 )
 def test_what_can_not_run_as_one_is_refused_with_the_reason(program: Program, why: str):
     with pytest.raises(NotFusible, match=why) as error:
         fuse_jobs(program, 2)
     assert error.value.remedy
+
+
+def test_a_step_that_draws_has_the_jobs_generators_as_one_more_line_of_state():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 5))
+    member = Member("a", *training(lambda: model, loss=nn.CrossEntropyLoss())(Config(0, 0.1)), max_variants=None)
+    try:
+        batch = next(iter(batches(4, 6, classes=5, count=1)))
+        program = with_generator(member.choose(batch, {}).program.lowered.program)
+    finally:
+        member.release()
+    group = fuse_jobs(program, 3)
+    own, fused = state_slots(program), state_slots(group.fused.program)
+    assert fused == (*(3 * nbytes for nbytes in own), 3 * stream_bytes())
+    assert {op.stream is not None for op in group.fused.program.ops if op.random is not None} == {True}
+    assert group.layout.generator == (len(program.inputs) - 1, [len(program.results) - 1])
+    state = StackedState(group)
+    assert [line.numel() for line in state.lines] == list(fused)
+    assert [part.numel() for part in state.parts(2)] == list(own), "a job's own Program has none of it"
 
 
 def test_one_job_is_no_group():

@@ -455,12 +455,12 @@ class JobFusion:
         if group is None or group.closing:
             return
         group.made = event
-        if event.state != tuple(group.models * nbytes for nbytes in group.known.buffers):
+        buffers = tuple(group.models * nbytes for nbytes in group.known.buffers)
+        if buffers not in (event.state, event.state[:-1]):  # the last may be for the members' random generators
             self._refuse(group, "its members' buffers are not laid out as its state is")
             return
         self._by_job[group.job] = group
-        self.active = True
-        group.opened = True
+        self.active = group.opened = True
         self.released.append(ev.SessionOpened(group.session, group.peer))
         self.released.append(ev.JobRequested(group.session, group.job, _spec(group)))
 
@@ -476,8 +476,7 @@ class JobFusion:
 
     def _load(self, group: _Group) -> None:
         """Load a group's fused Program."""
-        assert group.made is not None
-        if group.data is None or self._fuses is None:
+        if group.data is None or group.made is None or self._fuses is None:
             return
         data = SegmentHandle(group.data.fd, group.data.nbytes)
         self._fuses.load_fused(group.job, FUSED, group.made.encoded, group.made.fusion, group.made.state, data)
@@ -617,8 +616,9 @@ class JobFusion:
             self._move(group, place, push=True)
 
     def _move(self, group: _Group, place: int, *, push: bool) -> None:
+        assert group.made is not None
         segment, count = group.segments[place], len(group.known.buffers)
-        first = (1 + group.order.index(place)) * count
+        first = len(group.made.state) + group.order.index(place) * count
         parts = range(first, first + count)
         self._device.transfer(group.job, TransferId(place), parts, SegmentHandle(segment.fd, segment.nbytes), push)
 

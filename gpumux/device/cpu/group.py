@@ -24,6 +24,7 @@ from gpumux.device.run.operands import over
 from gpumux.device.run.schema import DTYPES
 from gpumux.errors import ProgramError
 from gpumux.program.ir import ITEM_BYTES, Program, ScalarRef, slot_layout
+from gpumux.program.validate import state_slots
 
 Number: TypeAlias = "float | int | ScalarRef"
 
@@ -87,8 +88,17 @@ class GroupLayout:
         batch = [program.storages[program.views[index].storage].nbytes for index in program.inputs]
         results = [_nbytes(program, index) for index in program.results]
         tables = fused.inputs[self._tables :]
+        # Where a step's generator comes with its batch and goes back with its results: their places among both, if an
+        # operator draws. The fused Program has one more line of state then, of the jobs' generators.
+        self.generator: tuple[int, list[int]] | None = None
+        sizes, generator = state_slots(fused), program.generator
+        if generator is not None and len(sizes) > len(state_slots(program)):
+            given = program.inputs.index(generator)
+            self.generator = given, [place for place, index in enumerate(program.results) if index == generator]
+            sizes = sizes[:-1] if sizes[-1] == fusion.jobs * batch[given] else ()
         fits = (
             fusion.jobs > 0
+            and len(sizes) == len(state_slots(program))
             and [fused.storages[fused.views[i].storage].nbytes for i in fused.inputs[: self._tables]]
             == [fusion.jobs * nbytes for nbytes in batch]
             and [_nbytes(fused, index) for index in fused.results] == [fusion.jobs * nbytes for nbytes in results]
@@ -169,6 +179,7 @@ class GroupSteps:
         self._batches: list[list[torch.Tensor]] = []
         self._results: list[list[torch.Tensor]] = []
         self._inputs: list[torch.Tensor] = []
+        self._streams: list[torch.Tensor] = []  # the generators, by place, if a step draws
         self._running: list[tuple[_Member, int]] = []
 
     def join(self, place: int, program: LoadedProgram, data: mmap.mmap) -> None:
@@ -187,6 +198,8 @@ class GroupSteps:
             jobs = range(self._fusion.jobs)
             self._batches = [self._parts(layout.input_places(job)) for job in jobs]
             self._results = [self._parts(layout.result_places(job)) for job in jobs]
+            if layout.generator is not None:
+                self._streams = list(self._fused.operands.state(len(state_slots(fused)) - 1).chunk(self._fusion.jobs))
             self._layout = layout
         self._members[place] = _Member(program, data, layout.input_places(place), layout.result_places(place))
 
@@ -211,6 +224,8 @@ class GroupSteps:
             batch, _ = member.slot(numbers[0])
             for target, source in zip(self._batches[place], batch, strict=True):
                 target.copy_(source)
+            if layout.generator is not None:
+                self._streams[place].copy_(self._batches[place][layout.generator[0]])
         if at != len(given):
             raise ProgramError(f"{len(given)} numbers of a fused step that takes {at}", _REPORT)
         layout.fill_tables(self._inputs, values)
@@ -222,6 +237,9 @@ class GroupSteps:
             _, results = member.slot(slot)
             for target, source in zip(results, self._results[place], strict=True):
                 target.copy_(source)
+            if self._layout is not None and self._layout.generator is not None:
+                for result in self._layout.generator[1]:
+                    results[result].copy_(self._streams[place])
         self._running = []
 
 
