@@ -111,7 +111,7 @@ class Requests:
             raise EOFError from None
 
 
-def test_it_is_done_when_nothing_was_asked_for_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_done_when_nothing_was_asked_for_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pair()
     with ours, theirs:
         server = ForkServerProcess(Channel(theirs))
@@ -125,7 +125,7 @@ def test_it_is_done_when_nothing_was_asked_for_two_seconds(monkeypatch: pytest.M
         with pytest.raises(EOFError):
             server.serve()
         assert list(left) == []
-        # Two seconds; at once while nothing comes; two again; when all is done, for ever.
-        assert poller.waits == [2000, 2000, 0, 0, 2000, 0, None, None]
+        # Five seconds; at once while nothing comes; five again; when all is done, for ever.
+        assert poller.waits == [5000, 5000, 0, 0, 5000, 0, None, None]
         for fd in (server._changed, server._changes):
             os.close(fd)
