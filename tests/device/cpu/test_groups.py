@@ -3,6 +3,7 @@ compute what the jobs' own do."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import struct
@@ -13,11 +14,14 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
 from gpumux.device.base import FusedProgramMade, FusedProgramProven, FusedProgramRefused, Launch, ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
-from gpumux.device.cpu.group import StepFusion, unpack_fusion
+from gpumux.device.cpu.group import GroupSteps, StepFusion, unpack_fusion
+from gpumux.device.cpu.program import LoadedProgram
 from gpumux.errors import ProgramError
+from gpumux.fuse.equal import StackedState, fuse_jobs
 from gpumux.fuse.proof import in_float64
 from gpumux.program.codec import decode, encode
 from gpumux.program.ir import Program, ScalarRef, slot_layout
@@ -241,6 +245,37 @@ def test_steps_of_a_group_are_its_jobs_steps(driver: Driver):
     for mine, its in zip(jobs, alone, strict=True):
         assert mine.losses == pytest.approx(its.losses, rel=1e-9, abs=1e-12)
         assert struct.unpack("3d", mine.state()) == pytest.approx(struct.unpack("3d", its.state()), rel=1e-9)
+
+
+def test_each_job_draws_from_the_generator_that_came_with_its_step_and_gets_it_back():
+    found = samples.given_generator()
+    group = fuse_jobs(found, 3)
+    state, layout = StackedState(group), slot_layout(found)
+    results = slice(layout.results[0], layout.nbytes)  # three masked tensors and the generator
+
+    def load(program: Program, buffers: list[torch.Tensor]) -> tuple[LoadedProgram, mmap.mmap]:
+        data = mmap.mmap(-1, slot_layout(program).nbytes)
+        return LoadedProgram(program, buffers, data, 1, target_s=1.0, python_s=0.0, progress=lambda op: None), data
+
+    whole, data = load(group.fused.program, state.lines)
+    steps = GroupSteps(whole, data, group.layout.fusion)
+    x, alone, members = torch.rand(64), [], []
+    for place in range(3):
+        program, memory = load(found, state.parts(place))
+        batch = (x, torch.Generator().manual_seed(place).get_state())
+        for _ in range(2):  # the step by itself leaves the generator's new state where the batch's was
+            for offset, tensor in zip(layout.inputs, batch, strict=True):
+                memory[offset : offset + tensor.nbytes] = tensor.numpy().tobytes()
+            if len(alone) == place:
+                program.run(0, 0, 0, 0, ())
+                alone.append(memory[results])
+                memory[results] = bytes(len(alone[place]))
+        steps.join(place, program, memory)
+        members.append(memory)
+    assert len(set(alone)) == 3
+    whole.run(0, 0, 0, 0, steps.begin([0, 0, 0]))
+    steps.end()
+    assert [memory[results] for memory in members] == alone
 
 
 def test_the_same_steps_of_a_group_give_the_same_bits_again(driver: Driver):
