@@ -56,10 +56,10 @@ class RecordedJob:
         self.member.release()
 
 
-def factory(size: str) -> Callable[[int], Any]:
+def factory(size: str, dropout: float = 0.0) -> Callable[[int], Any]:
     def make(seed: int) -> Any:
         torch.manual_seed(seed)
-        model = cnn(size, dropout=0.0)
+        model = cnn(size, dropout)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * (seed + 1), momentum=0.9, weight_decay=1e-4)
 
         def step(x: Tensor, y: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Separate processes that train equal jobs at one daemon (docs/fusion.md): the digits CNN in float64 without dropout,
-each process with its own batches and learning rate, and nothing but `fusible=True`.
+"""Separate processes that train equal jobs at one daemon (docs/fusion.md): the digits CNN in float64, each
+process with its own batches and learning rate, and nothing but `fusible=True`.
 
 alone    a process a model, without the flag
 fused    a process a model, with it
@@ -51,20 +51,22 @@ PROCESSES = get_context("forkserver")
 PRELOAD = ["clients.data", "gpumux.client", "microbench.daemon", "microbench.equal_jobs", "torch._dynamo"]
 
 
-def work(way: str, seeds: Sequence[int], endpoint: str, size: str, batch: int, told: Connection) -> None:
+def work(
+    way: str, seeds: Sequence[int], endpoint: str, size: str, batch: int, dropout: float, told: Connection
+) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     take: Callable[[int], Any]
     job: Any
     if way == "array":
         data = [batches(each, batch) for each in seeds]
-        job = client.submit_array(factory(size), list(seeds), data[0][0], endpoint=endpoint, times_file=None)
+        job = client.submit_array(factory(size, dropout), list(seeds), data[0][0], endpoint=endpoint, times_file=None)
         stacked = [tuple([each[n][part] for each in data] for part in range(2)) for n in range(BATCHES)]
         take = lambda n: job.step(*stacked[n % BATCHES], per_model=True)  # noqa: E731
     else:
         (seed,) = seeds
-        step, model, optimizer = factory(size)(seed)
         own = batches(seed, batch)
+        step, model, optimizer = factory(size, dropout)(seed)  # its draws follow those of the weights
         job = client.submit(
             step, example=own[0], model=model, optimizer=optimizer, endpoint=endpoint, fusible=way == "fused",
             name=f"{way} {seed}",
@@ -86,11 +88,13 @@ def work(way: str, seeds: Sequence[int], endpoint: str, size: str, batch: int, t
 class Trainer:
     """One such process, and the losses it has told. `seeds`: of its models."""
 
-    def __init__(self, way: str, seeds: Sequence[int], endpoint: str, size: str, batch: int) -> None:
+    def __init__(self, way: str, seeds: Sequence[int], endpoint: str, size: str, batch: int, dropout: float) -> None:
         self.way, self.seeds = way, seeds
         self._told, theirs = PROCESSES.Pipe()
         PROCESSES.set_forkserver_preload(PRELOAD)
-        self.process = PROCESSES.Process(target=work, args=(way, seeds, endpoint, size, batch, theirs), daemon=True)
+        self.process = PROCESSES.Process(
+            target=work, args=(way, seeds, endpoint, size, batch, dropout, theirs), daemon=True
+        )
         self.process.start()
         theirs.close()
         self.losses: list[list[float]] = []
@@ -142,15 +146,21 @@ def block(trainers: Sequence[Trainer], steps: int) -> float:
 class PlainLoops:
     """The losses of the plain loops, by seed, made as far as they are asked for."""
 
-    def __init__(self, models: int, size: str, batch: int) -> None:
-        self._steps = [factory(size)(seed)[0] for seed in range(models)]
+    def __init__(self, models: int, size: str, batch: int, dropout: float) -> None:
+        self._steps = []
+        self._drawn = []  # each model's random generator
+        for seed in range(models):
+            self._steps.append(factory(size, dropout)(seed)[0])
+            self._drawn.append(torch.get_rng_state())
         self._data = [batches(seed, batch) for seed in range(models)]
         self.losses: list[list[float]] = [[] for _ in range(models)]
 
     def until(self, steps: int) -> list[list[float]]:
-        for step, data, losses in zip(self._steps, self._data, self.losses, strict=True):
+        for seed, (step, data, losses) in enumerate(zip(self._steps, self._data, self.losses, strict=True)):
+            torch.set_rng_state(self._drawn[seed])
             while len(losses) < steps:
                 losses.append(step(*data[len(losses) % BATCHES]).item())
+            self._drawn[seed] = torch.get_rng_state()
         return self.losses
 
 
@@ -232,11 +242,11 @@ def kills(
 def measure(args: Any) -> dict[str, Any]:
     settings = {"GPUMUX_LEASE_S": "300"}  # a process that makes an array among many others is silent for long
     settings |= {f"GPUMUX_{name.upper()}": value for name, _, value in (one.partition("=") for one in args.set)}
-    plain = PlainLoops(args.models, args.size, args.batch)
+    plain = PlainLoops(args.models, args.size, args.batch, args.dropout)
     with running_daemon(threads=1, policy="guarded", settings=settings) as daemon:
 
         def make(way: str, seeds: Sequence[int]) -> Trainer:
-            return Trainer(way, seeds, daemon.endpoint, args.size, args.batch)
+            return Trainer(way, seeds, daemon.endpoint, args.size, args.batch, args.dropout)
 
         every = list(range(args.models))
         seeds = {way: [every] if way == "array" else [[seed] for seed in every] for way in WAYS if way in args.ways}
@@ -260,7 +270,14 @@ def measure(args: Any) -> dict[str, Any]:
             for of in trainers.values():
                 for each in of:
                     each.close()
-    return {"models": args.models, "batch": args.batch, "size": args.size, "settings": settings, **result}
+    return {
+        "models": args.models,
+        "batch": args.batch,
+        "size": args.size,
+        "dropout": args.dropout,
+        "settings": settings,
+        **result,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -268,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--size", default="small", help="of the CNN (clients/models/cnn.py)")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of the CNN")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="fused is always one of them")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--steps", type=int, default=100, help="of every model, in each turn")
