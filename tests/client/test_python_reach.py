@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpumux import client, errors
+from gpumux.capture.tracer import Tracer
 from gpumux.capture.watch.fingerprint import Fingerprint
 from gpumux.capture.watch.walk import Origin, of_path
 from tests.client.parity import Work, check
@@ -58,6 +59,46 @@ def test_code_that_lies_in_no_file_is_watched(filename: str, endpoint: str) -> N
         return trained(space)
 
     check(make, endpoint)
+
+
+NAMES = """
+import sys, torch
+model = torch.nn.Linear(8, 4)
+actions, scale = 0, 1.0
+def of_an_attribute(batch):
+    return model(batch.actions).sum()
+def of_its_module(batch):
+    return model(batch.actions).sum() * sys.modules[__name__].scale
+"""
+
+
+@pytest.fixture
+def of_names(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module: Any = types.ModuleType("names_of_a_test")
+    exec(compile(NAMES, "<stdin>", "exec"), vars(module))  # noqa: S102
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_a_global_with_the_name_of_an_attribute_is_not_watched(
+    of_names: Any, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in scripts that collect `actions` and train on `samples.actions`: each step was captured anew."""
+    batch = types.SimpleNamespace(actions=DATA[0][0])
+    with client.submit(of_names.of_an_attribute, example=(batch,), model=of_names.model, endpoint=endpoint) as job:
+        job.step(batch)
+        monkeypatch.setattr(Tracer, "trace", None)
+        for i in range(3):
+            of_names.actions = numpy.full(2, i)
+            job.step(batch)
+
+
+def test_a_global_that_is_reached_as_an_attribute_of_its_module_is_followed(of_names: Any, endpoint: str) -> None:
+    batch = types.SimpleNamespace(actions=DATA[0][0])
+    with client.submit(of_names.of_its_module, example=(batch,), model=of_names.model, endpoint=endpoint) as job:
+        before = job.step(batch)
+        of_names.scale = 2.0
+        assert job.step(batch).item() == 2 * before.item()
 
 
 def test_code_of_an_installed_package_is_watched(
