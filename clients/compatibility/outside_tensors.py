@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from clients.compatibility.suite import Train, idiom
-from gpumux.errors import CaptureError, DataDependent, LocalWrite
+from gpumux.errors import CaptureError, DataDependent, LocalWrite, StaleState
 
 BATCHES = 6
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)
@@ -462,6 +462,44 @@ def running_sum_rebound(train: Train) -> Any:
     for x, y in batches:
         run(x, y)
     return total / len(batches), model
+
+
+def _lazy_penalty(train: Train, *, in_place: bool) -> Any:
+    model, optimizer = _classifier()
+    last = torch.zeros(())
+    batches = _batches()
+
+    def step(x: Tensor, y: Tensor, regularize: bool) -> tuple[Tensor, Tensor]:
+        nonlocal last
+        loss = F.cross_entropy(model(x), y)
+        if regularize:
+            penalty = model(x).pow(2).mean()
+            loss = loss + 0.1 * penalty
+            if in_place:
+                last.copy_(penalty.detach())
+            else:
+                last = penalty.detach()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss, last.clone()
+
+    run = train(step, (*batches[0], True), model=model, optimizer=optimizer)
+    return [run(x, y, i % 2 == 0) for i, (x, y) in enumerate(batches)], model
+
+
+def lazy_penalty_in_place(train: Train) -> Any:
+    return _lazy_penalty(train, in_place=True)
+
+
+@idiom(
+    "a penalty in every other step, its last value returned by all: if regularize: last = penalty.detach() (StyleGAN2)",
+    refused=StaleState,
+    instead="write it in place, last.copy_(penalty.detach())",
+    changed=lazy_penalty_in_place,
+)
+def lazy_penalty(train: Train) -> Any:
+    return _lazy_penalty(train, in_place=False)
 
 
 @idiom("a confusion matrix outside, counted in the step by index_add_")
