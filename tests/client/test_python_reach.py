@@ -29,7 +29,7 @@ from torch import nn
 from gpumux import client, errors
 from gpumux.capture.tracer import Tracer
 from gpumux.capture.watch.fingerprint import Fingerprint
-from gpumux.capture.watch.walk import Origin, of_path
+from gpumux.capture.watch.walk import Origin, of_class, of_path
 from tests.client.parity import Work, check
 from tests.client.python_changes import DATA, held, net, work
 
@@ -128,6 +128,14 @@ def test_whose_code_is_told_by_whole_folder_names() -> None:
     assert of_path(str(Path(torch.__file__).parent) + "vision/models.py") is not Origin.LIBRARY
     assert of_path("/usr/lib/python3/dist-packages/mine/net.py") is Origin.INSTALLED
     assert of_path("<frozen importlib._bootstrap>") is Origin.LIBRARY
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_classes_of_torch_that_are_written_in_c_are_a_librarys() -> None:
+    """peft's code leads to the placements of tensors, whose methods in C no watch can see."""
+    from torch.distributed.tensor import Shard
+
+    assert {of_class(base) for base in Shard.__mro__ if base.__module__.startswith("torch")} == {Origin.LIBRARY}
 
 
 def test_errors_name_a_line_of_code_that_lies_in_no_file(endpoint: str) -> None:
@@ -539,6 +547,11 @@ CASES: dict[str, Callable[[], Work]] = {
     "attribute of a parameter": parameter_attribute,
     "dataclasses.asdict": held(Settings, lambda t: dataclasses.asdict(t)["sca" + "le"], scale_of),
     "dataclasses.astuple, with slots": held(SlottedSettings, lambda t: dataclasses.astuple(t)[0], scale_of),
+    "field of a dataclass": held(
+        lambda: dataclasses.make_dataclass("One", [("scale", float, dataclasses.field(default=1.0))]),
+        lambda t: t.__dataclass_fields__["scale"].default,
+        lambda t: setattr(t.__dataclass_fields__["scale"], "default", 3.0),
+    ),
     "None becomes a parameter": parameter_appears,
     "a parameter becomes another": parameter_changes,
     "a parameter in a list": parameter_in_list,
