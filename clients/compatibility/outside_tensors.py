@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -462,6 +463,59 @@ def running_sum_rebound(train: Train) -> Any:
     for x, y in batches:
         run(x, y)
     return total / len(batches), model
+
+
+@idiom("a filter bank and a window put into dictionaries anew at every step, for a spectral loss (HiFi-GAN)")
+def spectral_loss(train: Train) -> Any:
+    model = nn.Linear(8, 32)
+    optimizer = torch.optim.Adam(model.parameters())
+    basis: dict[Any, Tensor] = {}
+    window: dict[str, Tensor] = {}
+
+    def mel(y: Tensor) -> Tensor:
+        if 8000 not in basis:  # never is: its keys are texts
+            basis[f"8000_{y.device}"] = torch.from_numpy(np.linspace(0, 1, 5 * 9, dtype=np.float32).reshape(5, 9))
+            window[str(y.device)] = torch.hann_window(16).to(y.device)
+        found = torch.stft(y, 16, hop_length=4, window=window[str(y.device)], center=False, return_complex=True)
+        return torch.log(torch.clamp(basis[f"8000_{y.device}"] @ found.abs(), min=1e-5))
+
+    batches = _batches()
+
+    def step(x: Tensor) -> Tensor:
+        loss = F.l1_loss(mel(model(x)), mel(x.repeat(1, 4)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (batches[0][0],), model=model, optimizer=optimizer)
+    return [run(x) for x, _ in batches], model
+
+
+@idiom("a coefficient that is learned and used as a tensor: alpha = log_alpha.exp().detach(), bound anew (SAC)")
+def tuned_coefficient(train: Train) -> Any:
+    model, optimizer = _classifier()
+    log_alpha = torch.zeros(1, requires_grad=True)
+    of_alpha = torch.optim.Adam([log_alpha], lr=1e-2)
+    alpha = log_alpha.exp().detach()
+    batches = _batches()
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal alpha
+        log_p = F.log_softmax(model(x), dim=1)
+        entropy = -(log_p.exp() * log_p).sum(1).mean()
+        loss = F.nll_loss(log_p, y) - (alpha * entropy).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        of_alpha.zero_grad()
+        (log_alpha.exp() * (entropy.detach() - 1.0)).mean().backward()
+        of_alpha.step()
+        alpha = log_alpha.exp().detach()
+        return loss, alpha.clone()
+
+    run = train(step, batches[0], model=model, optimizer=[optimizer, of_alpha])
+    return [run(x, y) for x, y in batches], model, of_alpha
 
 
 def _lazy_penalty(train: Train, *, in_place: bool) -> Any:
