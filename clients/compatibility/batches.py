@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from clients.compatibility.suite import Train, idiom
+from gpumux.errors import DataDependent
 
 BATCHES = 6
 
@@ -108,6 +109,41 @@ def numpy_as_tensor(train: Train) -> Any:
 
     run = train(step, batches[0], model=model, optimizer=optimizer)
     return [run(x, y) for x, y in batches], model
+
+
+def _minibatches(train: Train, index: Callable[[Any], Any]) -> Any:
+    model, optimizer = _classifier()
+    x, y = (torch.cat(parts) for parts in zip(*_pairs(), strict=True))
+    indices, generator = np.arange(len(x)), np.random.default_rng(0)
+
+    def step(inds: np.ndarray[Any, Any], x: Tensor, y: Tensor) -> Tensor:
+        chosen = index(inds)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x[chosen]), y[chosen])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (indices[:6], x, y), model=model, optimizer=optimizer)
+    losses = []
+    for _ in range(2):
+        generator.shuffle(indices)
+        losses += [run(indices[start : start + 6], x, y) for start in range(0, len(indices) - 5, 6)]
+    return losses, model
+
+
+def minibatches_of_tensors(train: Train) -> Any:
+    return _minibatches(train, lambda inds: torch.from_numpy(inds))  # by its name, as a script calls it
+
+
+@idiom(
+    "minibatches chosen in the step by an array of indices: np.random.shuffle(inds), obs[inds] (cleanrl's PPO)",
+    refused=DataDependent,
+    instead="make it a tensor first: inds = torch.from_numpy(inds)",
+    changed=minibatches_of_tensors,
+)
+def minibatches(train: Train) -> Any:
+    return _minibatches(train, lambda inds: inds)
 
 
 @dataclasses.dataclass

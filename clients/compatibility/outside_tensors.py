@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from clients.compatibility.suite import Train, idiom
-from gpumux.errors import CaptureError, DataDependent, LocalWrite
+from gpumux.errors import CaptureError, DataDependent, LocalWrite, StaleState
 
 BATCHES = 6
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)
@@ -462,6 +463,97 @@ def running_sum_rebound(train: Train) -> Any:
     for x, y in batches:
         run(x, y)
     return total / len(batches), model
+
+
+@idiom("a filter bank and a window put into dictionaries anew at every step, for a spectral loss (HiFi-GAN)")
+def spectral_loss(train: Train) -> Any:
+    model = nn.Linear(8, 32)
+    optimizer = torch.optim.Adam(model.parameters())
+    basis: dict[Any, Tensor] = {}
+    window: dict[str, Tensor] = {}
+
+    def mel(y: Tensor) -> Tensor:
+        if 8000 not in basis:  # never is: its keys are texts
+            basis[f"8000_{y.device}"] = torch.from_numpy(np.linspace(0, 1, 5 * 9, dtype=np.float32).reshape(5, 9))
+            window[str(y.device)] = torch.hann_window(16).to(y.device)
+        found = torch.stft(y, 16, hop_length=4, window=window[str(y.device)], center=False, return_complex=True)
+        return torch.log(torch.clamp(basis[f"8000_{y.device}"] @ found.abs(), min=1e-5))
+
+    batches = _batches()
+
+    def step(x: Tensor) -> Tensor:
+        loss = F.l1_loss(mel(model(x)), mel(x.repeat(1, 4)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (batches[0][0],), model=model, optimizer=optimizer)
+    return [run(x) for x, _ in batches], model
+
+
+@idiom("a coefficient that is learned and used as a tensor: alpha = log_alpha.exp().detach(), bound anew (SAC)")
+def tuned_coefficient(train: Train) -> Any:
+    model, optimizer = _classifier()
+    log_alpha = torch.zeros(1, requires_grad=True)
+    of_alpha = torch.optim.Adam([log_alpha], lr=1e-2)
+    alpha = log_alpha.exp().detach()
+    batches = _batches()
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal alpha
+        log_p = F.log_softmax(model(x), dim=1)
+        entropy = -(log_p.exp() * log_p).sum(1).mean()
+        loss = F.nll_loss(log_p, y) - (alpha * entropy).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        of_alpha.zero_grad()
+        (log_alpha.exp() * (entropy.detach() - 1.0)).mean().backward()
+        of_alpha.step()
+        alpha = log_alpha.exp().detach()
+        return loss, alpha.clone()
+
+    run = train(step, batches[0], model=model, optimizer=[optimizer, of_alpha])
+    return [run(x, y) for x, y in batches], model, of_alpha
+
+
+def _lazy_penalty(train: Train, *, in_place: bool) -> Any:
+    model, optimizer = _classifier()
+    last = torch.zeros(())
+    batches = _batches()
+
+    def step(x: Tensor, y: Tensor, regularize: bool) -> tuple[Tensor, Tensor]:
+        nonlocal last
+        loss = F.cross_entropy(model(x), y)
+        if regularize:
+            penalty = model(x).pow(2).mean()
+            loss = loss + 0.1 * penalty
+            if in_place:
+                last.copy_(penalty.detach())
+            else:
+                last = penalty.detach()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss, last.clone()
+
+    run = train(step, (*batches[0], True), model=model, optimizer=optimizer)
+    return [run(x, y, i % 2 == 0) for i, (x, y) in enumerate(batches)], model
+
+
+def lazy_penalty_in_place(train: Train) -> Any:
+    return _lazy_penalty(train, in_place=True)
+
+
+@idiom(
+    "a penalty in every other step, its last value returned by all: if regularize: last = penalty.detach() (StyleGAN2)",
+    refused=StaleState,
+    instead="write it in place, last.copy_(penalty.detach())",
+    changed=lazy_penalty_in_place,
+)
+def lazy_penalty(train: Train) -> Any:
+    return _lazy_penalty(train, in_place=False)
 
 
 @idiom("a confusion matrix outside, counted in the step by index_add_")

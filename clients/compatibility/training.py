@@ -1265,6 +1265,36 @@ def distributed(train: Train) -> Any:
         return losses, copy.deepcopy(model.module.state_dict())
 
 
+@torch.no_grad()
+def _gathered(tensor: Tensor) -> Tensor:
+    found = [torch.ones_like(tensor) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(found, tensor, async_op=False)
+    return torch.cat(found, dim=0)
+
+
+@idiom("dist.all_reduce and dist.all_gather in the step, with a world of one process (MoCo v3, Barlow Twins)")
+def collectives(train: Train) -> Any:
+    with _process_group():
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        batches = batches_of()
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            z = model(x)
+            keys = _gathered(F.normalize(z, dim=1))
+            labels = torch.arange(len(z)) + len(z) * torch.distributed.get_rank()
+            loss = F.cross_entropy(z, y) + F.cross_entropy(F.normalize(z, dim=1) @ keys.t(), labels)
+            loss.backward()
+            optimizer.step()
+            average = loss.detach().clone()
+            torch.distributed.all_reduce(average)
+            return average.div_(torch.distributed.get_world_size())
+
+        run = train(step, batches[0], model=model, optimizer=optimizer)
+        return [run(x, y).item() for x, y in batches], copy.deepcopy(model.state_dict())
+
+
 @idiom("DataParallel on the CPU")
 def data_parallel(train: Train) -> Any:
     model = nn.DataParallel(network())

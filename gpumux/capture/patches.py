@@ -9,15 +9,18 @@ draw equal numbers (ir.Op.random).
 from __future__ import annotations
 
 import builtins
+import inspect
 import logging
 import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx.experimental import sym_node
 from torch.nn.parallel import DistributedDataParallel
 
@@ -248,6 +251,69 @@ def _refused_parallel(what: str, remedy: str) -> CaptureError:
     return CaptureError(f"{user_line()} calls a DistributedDataParallel {what}", remedy)
 
 
+# ---- collectives that a step calls itself (dist.all_reduce)
+#
+# Among one process they leave a tensor as it is, or copy it to where they gather.
+
+_INTO_ONE = ("output_tensor", "input_tensor")
+_GATHERS = {
+    "all_gather": ("tensor_list", "tensor"), "all_gather_into_tensor": _INTO_ONE, "all_gather_single": _INTO_ONE,
+}  # fmt: skip
+_COLLECTIVES = ("all_reduce", "reduce", "broadcast", "barrier", *_GATHERS)
+
+
+_signature = cache(inspect.signature)  # every trace asks for all of them
+
+
+class _Over:
+    """What a collective with async_op=True returns."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _among_one(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces a function of torch.distributed, whose operators no Program can have."""
+    signature = _signature(plain)
+
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        processes = dist.get_world_size(given.get("group"))
+        if processes > 1:
+            raise CaptureError(
+                f"{user_line()} calls torch.distributed.{name} among {processes} processes; a job's steps run in the"
+                " daemon, apart from other processes",
+                "start the script as one process (torchrun --nproc-per-node=1), with the whole batch in its step, or"
+                " train without gpumux",
+            )
+        if name in _GATHERS:
+            into, tensor = (given[each] for each in _GATHERS[name])
+            if isinstance(into, list):
+                (into,) = into
+            if (into.dtype, into.numel()) != (tensor.dtype, tensor.numel()):
+                return plain(*args, **kwargs)  # which raises
+            with torch.no_grad():
+                into.copy_(tensor.reshape(into.shape))
+        return _Over() if given.get("async_op") else None
+
+    return collective
+
+
+def _collectives() -> list[tuple[Any, str, Any]]:
+    if not dist.is_available():
+        return []
+    modules = (dist, dist.distributed_c10d)
+    return [
+        (module, name, here(getattr(module, name), _among_one(name, getattr(module, name))))
+        for module in modules
+        for name in _COLLECTIVES
+        if hasattr(module, name)  # torch 2.13 has all_gather_single in place of all_gather_into_tensor
+    ]
+
+
 def _quiet_print(*values: Any, file: Any = None, **_: Any) -> None:
     """Replaces print. A trace runs the step's Python for itself, and later steps run none: what a step prints would
     appear at capture and never again."""
@@ -305,6 +371,7 @@ def patched(
         *scaling.swaps(),
         *((torch, name, here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (DistributedDataParallel, "forward", here(DistributedDataParallel.forward, _of_one_process)),
+        *_collectives(),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
     ]  # fmt: skip
     if not gpu:

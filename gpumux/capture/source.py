@@ -18,7 +18,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -216,6 +216,20 @@ def code_names(code: types.CodeType) -> Iterator[str]:
             yield from (name for c in one.co_consts if isinstance(c, tuple) for name in c if isinstance(name, str))
         if not _BY_STRING.isdisjoint(one.co_names):
             yield from (c for c in one.co_consts if isinstance(c, str) and c.isidentifier())
+
+
+_OF_GLOBALS = frozenset(name for name in opcode.opmap if name.endswith(("_GLOBAL", "_GLOBALS", "_NAME")))
+
+
+@lru_cache(maxsize=16384)
+def global_names(code: types.CodeType) -> frozenset[str]:
+    """The names of `code_names` that the code may look up among its globals: not those that it uses for attributes
+    alone, such as `data` in `p.data`, which may be a global of the same name by chance. Texts that are names stay:
+    globals()["data"]."""
+    kept = {each.argval for one in codes_in(code) for each in dis.get_instructions(one) if each.opname in _OF_GLOBALS}
+    kept |= {c for one in codes_in(code) for c in one.co_consts if isinstance(c, str)}
+    attributes = {name for one in codes_in(code) for name in one.co_names} - kept
+    return frozenset(code_names(code)) - attributes
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gpumux.capture.gpu.devices import Twins, elsewhere
+from gpumux.capture.source import user_line
 from gpumux.errors import CaptureError, StaleState
 
 # ---- placeholders for tensors that a step left in an attribute, a variable or a container without returning them
@@ -108,7 +109,14 @@ def left_at(value: Any) -> str | None:
 
 
 def _unreturned(given: Any) -> StaleState:
+    """The error for a read, of a step that is traced or between two steps."""
     place = next((one._place for one in _found(given)), "this tensor")
+    if torch._C._len_torch_dispatch_stack():
+        return StaleState(
+            f"{user_line()} reads {place}, which an earlier step set, and its values are not here",
+            f"make it before you submit, and let steps write into it: {place}.copy_(value.detach()); or return it from"
+            " the step, and give it to the next one as an argument",
+        )
     return StaleState(
         f"{place} was set by a step that ran in the daemon, and its values are not here",
         f"return it from the step (return loss, {place}) and take it from the result; a value that steps go on from"

@@ -8,7 +8,7 @@ the daemon's check alike.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -360,21 +360,23 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-# Normalizations that return (result, mean, inverse deviation), with the position of their weight.
-_STATISTICS: dict[Any, int] = {
-    aten.native_batch_norm.default: 1,
-    aten.native_layer_norm.default: 2,
-    aten.native_group_norm.default: 1,
+# Normalizations that return (result, mean, inverse deviation), with the positions of their parameters: weight and bias,
+# and for a batch norm the running mean and variance.
+_STATISTICS: dict[Any, slice] = {
+    aten.native_batch_norm.default: slice(1, 5),
+    aten.native_layer_norm.default: slice(2, 4),
+    aten.native_group_norm.default: slice(1, 3),
 }
 
 
-def _statistics(data: torch.Tensor, weight: torch.Tensor | None, out: Any) -> Any:
-    """With a low-precision input and float32 weights (autocast), the CPU kernels keep the statistics
-    in the weights' type; the meta kernels give them the input's."""
+def _statistics(data: torch.Tensor, parameters: Sequence[torch.Tensor | None], out: Any) -> Any:
+    """With a low-precision input and float32 parameters (autocast), the CPU kernels keep the statistics in the type of
+    the first parameter that is there; the meta kernels give them the input's."""
     result, mean, invstd = out
-    if weight is None or weight.dtype == data.dtype:
+    dtype = next((one.dtype for one in parameters if one is not None), data.dtype)
+    if dtype == data.dtype:
         return out
-    return result, torch.empty_like(mean, dtype=weight.dtype), torch.empty_like(invstd, dtype=weight.dtype)
+    return result, torch.empty_like(mean, dtype=dtype), torch.empty_like(invstd, dtype=dtype)
 
 
 # ---- recurrent layers, whose shape rules torch lacks, or gets wrong without a bias

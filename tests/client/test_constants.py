@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpumux import client, errors
 from tests.client.parity import Work, batches, check, simple_loop
@@ -172,6 +173,29 @@ def test_the_content_at_the_time_of_the_reading_counts(endpoint: str) -> None:
 
         return Work([model], [], [(step, DATA[0])], simple_loop(DATA, 2))
 
+    check(make, endpoint)
+
+
+def test_a_window_made_at_every_step_is_the_same_each_time(endpoint: str) -> None:
+    """As HiFi-GAN's loss makes it. torch's first fake hann_window has one element more in memory than the later ones,
+    which come from a cache."""
+
+    def make() -> Work:
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        windows: dict[str, Tensor] = {}
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            windows["hann"] = torch.hann_window(4)
+            loss = (model(x) @ windows["hann"]).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Work([model], [optimizer], [(step, DATA[0])], simple_loop(DATA, 3))
+
+    FakeTensorMode.cache_clear()
     check(make, endpoint)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,6 +96,63 @@ def work(*, inside: bool = False, **options: Any) -> Work:
 @pytest.mark.usefixtures("alone")
 def test_one_process_trains_as_in_the_plain_loop(options: dict[str, Any], endpoint: str) -> None:
     check(lambda: work(**options), endpoint)
+
+
+@torch.no_grad()
+def gathered(tensor: Tensor) -> Tensor:
+    """As MoCo gathers keys."""
+    found = [torch.ones_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor, async_op=False)
+    return torch.cat(found)
+
+
+def gathered_into(found: Tensor, tensor: Tensor) -> None:
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(found, tensor)
+
+
+COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce": lambda z: dist.all_reduce(z),
+    "its mean": lambda z: dist.all_reduce(z, op=dist.ReduceOp.AVG),
+    "asynchronous": lambda z: dist.all_reduce(z, async_op=True).wait(),
+    "broadcast": lambda z: (dist.broadcast(z, src=0), dist.barrier()),
+    "all_gather": lambda z: z.mul_(gathered(z)),
+    "into one tensor": lambda z: (gathered_into(found := torch.empty_like(z[None]), z), found)[1],
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.usefixtures("alone")
+def test_collectives_of_one_process(name: str, endpoint: str) -> None:
+    def make() -> Work:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            optimizer.zero_grad()
+            z = model(x)
+            found = COLLECTIVES[name](z.detach())
+            loss = F.cross_entropy(z, y)
+            loss.backward()
+            optimizer.step()
+            return loss, found if isinstance(found, Tensor) else z
+
+        return Work([model], [optimizer], [(step, batches()[0])], lambda run: [run(x, y) for x, y in batches()[:3]])
+
+    check(make, endpoint)
+
+
+def test_collectives_of_several_processes_are_refused(endpoint: str) -> None:
+    model = network()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        dist.all_reduce(loss.detach())
+        return loss
+
+    with processes(2), pytest.raises(errors.CaptureError, match=r"all_reduce among 2 processes") as caught:
+        client.submit(step, example=batches()[0], model=model, endpoint=endpoint)
+    assert "one process" in caught.value.remedy
 
 
 @pytest.mark.usefixtures("alone")

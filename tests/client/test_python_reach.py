@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpumux import client, errors
+from gpumux.capture.tracer import Tracer
 from gpumux.capture.watch.fingerprint import Fingerprint
-from gpumux.capture.watch.walk import Origin, of_path
+from gpumux.capture.watch.walk import Origin, of_class, of_path
 from tests.client.parity import Work, check
 from tests.client.python_changes import DATA, held, net, work
 
@@ -60,6 +61,49 @@ def test_code_that_lies_in_no_file_is_watched(filename: str, endpoint: str) -> N
     check(make, endpoint)
 
 
+NAMES = """
+import sys, torch
+model = torch.nn.Linear(8, 4)
+actions, scale = 0, 1.0
+def of_an_attribute(batch):
+    return model(batch.actions).sum()
+def of_its_module(batch):
+    return model(batch.actions).sum() * sys.modules[__name__].scale
+def of_its_name(batch):
+    return model(batch.actions).sum() * globals()["scale"] * batch.scale
+"""
+
+
+@pytest.fixture
+def of_names(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module: Any = types.ModuleType("names_of_a_test")
+    exec(compile(NAMES, "<stdin>", "exec"), vars(module))  # noqa: S102
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_a_global_with_the_name_of_an_attribute_is_not_watched(
+    of_names: Any, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in scripts that collect `actions` and train on `samples.actions`: each step was captured anew."""
+    batch = types.SimpleNamespace(actions=DATA[0][0])
+    with client.submit(of_names.of_an_attribute, example=(batch,), model=of_names.model, endpoint=endpoint) as job:
+        job.step(batch)
+        monkeypatch.setattr(Tracer, "trace", None)
+        for i in range(3):
+            of_names.actions = numpy.full(2, i)
+            job.step(batch)
+
+
+@pytest.mark.parametrize("way", ["of_its_module", "of_its_name"])
+def test_a_global_that_is_also_an_attribute_is_followed(of_names: Any, endpoint: str, way: str) -> None:
+    batch = types.SimpleNamespace(actions=DATA[0][0], scale=1.0)
+    with client.submit(getattr(of_names, way), example=(batch,), model=of_names.model, endpoint=endpoint) as job:
+        before = job.step(batch)
+        of_names.scale = 2.0
+        assert job.step(batch).item() == 2 * before.item()
+
+
 def test_code_of_an_installed_package_is_watched(
     endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +131,14 @@ def test_whose_code_is_told_by_whole_folder_names() -> None:
     assert of_path(str(Path(torch.__file__).parent) + "vision/models.py") is not Origin.LIBRARY
     assert of_path("/usr/lib/python3/dist-packages/mine/net.py") is Origin.INSTALLED
     assert of_path("<frozen importlib._bootstrap>") is Origin.LIBRARY
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_classes_of_torch_that_are_written_in_c_are_a_librarys() -> None:
+    """peft's code leads to the placements of tensors, whose methods in C no watch can see."""
+    from torch.distributed.tensor import Shard
+
+    assert {of_class(base) for base in Shard.__mro__ if base.__module__.startswith("torch")} == {Origin.LIBRARY}
 
 
 def test_errors_name_a_line_of_code_that_lies_in_no_file(endpoint: str) -> None:
@@ -498,6 +550,11 @@ CASES: dict[str, Callable[[], Work]] = {
     "attribute of a parameter": parameter_attribute,
     "dataclasses.asdict": held(Settings, lambda t: dataclasses.asdict(t)["sca" + "le"], scale_of),
     "dataclasses.astuple, with slots": held(SlottedSettings, lambda t: dataclasses.astuple(t)[0], scale_of),
+    "field of a dataclass": held(
+        lambda: dataclasses.make_dataclass("One", [("scale", float, dataclasses.field(default=1.0))]),
+        lambda t: t.__dataclass_fields__["scale"].default,
+        lambda t: setattr(t.__dataclass_fields__["scale"], "default", 3.0),
+    ),
     "None becomes a parameter": parameter_appears,
     "a parameter becomes another": parameter_changes,
     "a parameter in a list": parameter_in_list,

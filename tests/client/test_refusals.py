@@ -256,9 +256,11 @@ def test_another_constant_each_time(endpoint: str) -> None:
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         part = time.perf_counter() % 1  # as a float32, the whole number would stand still for milliseconds
-        return model(x) * torch.tensor([part, 1.0, 2.0])
+        return model(x) * torch.tensor([part, 1.0, 2.0])  # varies
 
-    assert "constant" in refusal(step, endpoint, errors.NotRepeatable, model=model).message
+    error = refusal(step, endpoint, errors.NotRepeatable, model=model)
+    assert "constant" in error.message
+    assert line_of(step, "varies") in error.message
 
 
 GENERATOR = numpy.random.default_rng(1)

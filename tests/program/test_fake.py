@@ -176,3 +176,24 @@ def test_what_is_known_is_bounded(operators: Counted, monkeypatch: pytest.Monkey
     for size in range(1, 9):
         operators.run(aten.neg.default, (operators.empty((size,), (1,), F),), {})
     assert len(operators.known) <= 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("running", [True, False])
+def test_the_statistics_of_a_batch_norm_under_autocast_have_the_type_that_the_kernel_gives(
+    affine: bool, running: bool, training: bool
+) -> None:
+    """BatchNorm(affine=False), as in MoCo v3 and Barlow Twins, has no weight to take it from."""
+    if not (training or running):
+        return
+
+    def norm(call: Callable[..., Any]) -> list[torch.dtype]:
+        weight, bias = (torch.ones(3), torch.zeros(3)) if affine else (None, None)
+        mean, var = (torch.zeros(3), torch.ones(3)) if running else (None, None)
+        data = torch.ones(4, 3, dtype=torch.bfloat16)
+        return [one.dtype for one in call((data, weight, bias, mean, var, training, 0.1, 1e-5))]
+
+    real = norm(lambda args: aten.native_batch_norm.default(*args))
+    with FakeTensorMode():
+        assert norm(lambda args: fake_call(aten.native_batch_norm.default, args, {}, "cpu")) == real

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpumux.capture.recorder import RawOp, TraceRecord
+from gpumux.capture.recorder import RawOp, RawStorage, TraceRecord
 from gpumux.capture.state import StateTable
 from gpumux.capture.structure import frozen_leaves, map_frozen
 from gpumux.capture.symbols import Evaluator, Expr, Number
@@ -29,9 +29,12 @@ def first_difference(a: RawTrace, b: RawTrace) -> str | None:
             f"{len(a.record.ops)} operators the first time, {len(b.record.ops)} the second; {op.target} at {op.where}"
             " is extra"
         )
-    for s, t in zip(a.record.storages, b.record.storages, strict=False):
-        if (s.kind, s.nbytes, s.key) != (t.kind, t.nbytes, t.key):
-            return "a constant made inside the step has another value each time"
+    for i, (s, t) in enumerate(zip(a.record.storages, b.record.storages, strict=False)):
+        if _identity(s) != _identity(t):
+            at = next((f" ({op.target} at {op.where})" for op in a.record.ops if i in op.reads), "")
+            if s.kind == t.kind == "const":
+                return f"a constant made inside the step has another value each time{at}"
+            return f"it computes with another tensor the second time{at}"
     if a.record.views != b.record.views or [str(e) for e in a.record.scalars] != [str(e) for e in b.record.scalars]:
         return "the sizes or the hyperparameter formulas differ"
     if (
@@ -44,6 +47,12 @@ def first_difference(a: RawTrace, b: RawTrace) -> str | None:
     ):
         return "what the step returns or leaves behind differs"
     return None
+
+
+def _identity(storage: RawStorage) -> tuple[str, int | None, Any]:
+    """What must be equal of one storage in two traces. Not the bytes of a tensor that the step makes, which its views
+    say: torch allocates one element more for hann_window, but only until its cache of fake tensors knows the result."""
+    return storage.kind, None if storage.kind == "temp" else storage.nbytes, storage.key
 
 
 def same_but_for_the_optimizer(a: RawTrace, b: RawTrace) -> bool:
@@ -130,7 +139,7 @@ def _described(raw: RawTrace) -> Any:
         for r in raw.results
     ]
     groups = [(i, j, key, k, repr(expr.value)) for i, j, key, k, expr in raw.groups]
-    storages = [(s.kind, s.nbytes, s.key) for s in record.storages]
+    storages = [_identity(s) for s in record.storages]
     return (
         ops, storages, record.views, raw.result_spec, results, raw.gradients, raw.replaced, raw.moved_data, groups,
     )  # fmt: skip
@@ -203,7 +212,7 @@ class _Effects:
         self._record = raw.record
         self._constants = constants
         self._numbers = numbers
-        self._content = [self._number(("before", s.kind, s.nbytes, s.key)) for s in raw.record.storages]
+        self._content = [self._number(("before", *_identity(s))) for s in raw.record.storages]
         self._draws: list[int] = []
         storages = {raw.record.views[view].storage: i for view, i in constants.items()}
         last = {s: at for at, op in enumerate(raw.record.ops) for s in op.writes if s in storages} if makes else {}

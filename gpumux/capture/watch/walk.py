@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gpumux
 from gpumux.capture.fetching import before_forward
-from gpumux.capture.source import Executed, code_names, codes_in
+from gpumux.capture.source import Executed, code_names, codes_in, global_names
 from gpumux.capture.state import PLAIN, SCALARS, Watch, wrapped_optimizer
 from gpumux.capture.watch import watches
 from gpumux.errors import CaptureError
@@ -113,6 +113,8 @@ def of_code(code: types.CodeType, space: dict[str, Any] | None = None) -> Origin
 
 
 def of_class(cls: type) -> Origin:
+    if cls.__module__.startswith("torch._C."):  # a module in C that has no file, if it is in sys.modules at all
+        return Origin.LIBRARY
     module = sys.modules.get(cls.__module__)
     if module is None or (module in _MAKERS and vars(module).get(cls.__name__) is not cls):
         return Origin.OWN if any(map(_made_in_python, cls.__mro__)) else Origin.LIBRARY
@@ -201,6 +203,8 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _BY_COMPUTED_NAMES = frozenset(
     ("setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__", "globals", "exec")
 )
+# Ways to modules that code does not name, whose attributes are globals: sys.modules[__name__].scale.
+_TO_MODULES = frozenset(("modules", "import_module", "__import__", "__globals__", "f_globals"))
 
 
 class Entries(NamedTuple):
@@ -251,6 +255,12 @@ class Walk:
     def computes_names(self) -> bool:
         """Whether the step's code may write attributes or globals whose names it does not have."""
         return not _BY_COMPUTED_NAMES.isdisjoint(self._names)
+
+    @property
+    def _reaches_modules(self) -> bool:
+        """Whether any attribute in the step's code may be a global. Most code with `modules` calls model.modules()."""
+        found = self._names & _TO_MODULES
+        return bool(found - {"modules"}) or (bool(found) and "sys" in self._names)
 
     @staticmethod
     def matters(code: types.CodeType, space: dict[str, Any]) -> bool:
@@ -571,7 +581,8 @@ class Walk:
         self.walked.update(map(id, codes_in(code)))
         found = dict.fromkeys(code_names(code))
         self._names.update(found)
-        names = [n for n in found if n in space]
+        globals_of = found if self._reaches_modules else global_names(code)
+        names = [n for n in found if n in space and n in globals_of]
         for name in found:
             self._imported(name, space)
         if names or "globals" in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import collections.abc
 import contextvars
+import dataclasses
 import datetime
 import decimal
 import fractions
@@ -592,6 +593,9 @@ def inner(label: str, value: Any, attributes: bool) -> tuple[list[Watch], list[t
             parts=(value.keys(), value.values()),
         )
         return [mapping], [(f"{label}[{k!r}]", v) for k, v in value.items()]
+    if isinstance(value, dataclasses.Field):  # its metadata can't be pickled
+        names = ("default", "default_factory", "metadata")
+        return [slots(label, value, names)], [(f"{label}.{name}", getattr(value, name)) for name in names]
     if isinstance(value, collections.abc.Iterator):
         raise CaptureError(
             f"the step draws from the iterator {label}", "draw outside the step and pass what it gave as an argument"

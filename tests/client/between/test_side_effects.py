@@ -217,6 +217,22 @@ def test_m19_a_variable_of_the_closure(endpoint: str) -> None:
             last.item()
 
 
+def test_a_later_step_that_reads_what_one_set_is_told_to_write_in_place(endpoint: str) -> None:
+    """It is captured after the value is gone: the first one only set the variable."""
+    model, held = nn.Linear(6, 3), SimpleNamespace(last=torch.zeros(()))
+
+    def step(x: Tensor, regularize: bool) -> Tensor:
+        if regularize:
+            held.last = model(x).sum().detach()
+        return held.last * 1
+
+    with client.submit(step, example=(X, True), model=model, endpoint=endpoint) as job:
+        job.step(X, True)
+        with pytest.raises(errors.StaleState, match=r"test_side_effects\.py:\d+ reads held\.last") as caught:
+            job.step(X, False)
+        assert "held.last.copy_(value.detach())" in caught.value.remedy
+
+
 def test_m19_the_model_is_copied_pickled_and_saved_all_the_same(endpoint: str) -> None:
     with made(endpoint, make=Aux, step=with_aux) as s:
         s.step(X, Y)
