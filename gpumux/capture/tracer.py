@@ -108,6 +108,11 @@ def _error_of_step(error: Exception, record: TraceRecord) -> CaptureError:
             f"{where} calls a function of torch that reads the values of a tensor",
             "keep the computation in tensors of a fixed shape, or do it outside the step and pass in what it gives",
         )
+    if BatchArray.__name__ in str(error):
+        return DataDependent(
+            f"{where} gives a numpy array of the batch to a function that takes arrays alone",
+            "begin the step with torch.from_numpy(array), called by this name, and compute with the tensor",
+        )
     message = f"the step raised {type(error).__name__} while it was captured, at {where}"
     told = f"{type(error).__module__} {error}".lower()
     if isinstance(error, NotImplementedError) or any(word in told for word in _OF_CAPTURE):

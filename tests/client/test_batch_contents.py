@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import from_numpy
 
 from gpumux import client, errors
 from tests.client.parity import Work, check
@@ -149,6 +150,7 @@ def test_an_array_given_twice(endpoint: str) -> None:
 
 READS: dict[str, Callable[[Any], Any]] = {
     "arithmetic": lambda a: torch.from_numpy(a * 2),
+    "a function that takes arrays alone": lambda a: from_numpy(a),
     "an element": lambda a: torch.tensor(float(a[0, 0])),
     "numpy's functions": lambda a: torch.from_numpy(np.flip(a, 0).copy()),
     "a method": lambda a: torch.tensor(a.mean()),
