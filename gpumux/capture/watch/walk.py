@@ -113,7 +113,7 @@ def of_code(code: types.CodeType, space: dict[str, Any] | None = None) -> Origin
 
 
 def of_class(cls: type) -> Origin:
-    if cls.__module__.startswith("torch._C."):  # a module in C that has no file, if it is in sys.modules at all
+    if str(cls.__module__).startswith("torch._C."):  # in C: it has no file, if it is in sys.modules at all
         return Origin.LIBRARY
     module = sys.modules.get(cls.__module__)
     if module is None or (module in _MAKERS and vars(module).get(cls.__name__) is not cls):
