@@ -36,6 +36,7 @@ from gpumux.fuse import proof
 from gpumux.fuse.fuse import fuse_template
 from gpumux.fuse.template import Choose, Fused, align, first_models
 from gpumux.program.codec import decode, encode
+from gpumux.program.indices import raises_on_computed
 from gpumux.program.ir import ITEM_BYTES, Program, aligned
 from gpumux.program.validate import state_slots
 
@@ -123,6 +124,8 @@ def _refuse(program: Program, jobs: int) -> None:
             "submit it without seed= and rng=, so that they come from the client's, or train the models with"
             " submit_array",
         )
+    if raises_on_computed(program):
+        raise NotFusible("an operator may raise on what its step computes, and would end the steps of all jobs", alone)
     for view in program.views:
         storage = program.storages[view.storage]
         if storage.kind in ("state", "input") and storage.nbytes % ITEM_BYTES[view.dtype]:

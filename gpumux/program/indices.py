@@ -241,6 +241,18 @@ class Undo:
 def undo_of(program: Program) -> Undo | None:
     """None if no operator raises on values that the model's state takes part in, or if its step can't be undone. Client
     and executor both ask: a client waits for each step that may fail alone."""
+    undo = _undo_of(program)
+    if undo is None or sum(program.storages[storage].nbytes for storage in undo.copied) > MOST_UNDO_BYTES:
+        return None
+    return undo
+
+
+def raises_on_computed(program: Program) -> bool:
+    """Whether an operator may raise on values that the model's state takes part in, which no client can check ahead."""
+    return _undo_of(program) is not None
+
+
+def _undo_of(program: Program) -> Undo | None:
     if program.device != "cpu" or program.kind == "compiled" or program.wave is not None or program.ranks > 1:
         return None
     storages, views = program.storages, program.views
@@ -272,7 +284,7 @@ def undo_of(program: Program) -> Undo | None:
         for storage in made | writes:
             most.pop(storage, None)
         most.update(_largest_indices(op, views))
-    if last < 0 or sum(storages[storage].nbytes for storage in copied) > MOST_UNDO_BYTES:
+    if last < 0:
         return None
     return Undo(last, tuple(sorted(copied)))
 

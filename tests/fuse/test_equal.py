@@ -398,9 +398,18 @@ def plain_program(**changes: object) -> Program:
     return replace(build.build(), **changes)
 
 
+def looks_up() -> Program:
+    """y = table[place], of which the state has both."""
+    build = ProgramBuilder()
+    table, place = build.state("float32", (3,)), build.state("int64", (2,))
+    build.call("aten.index_select.default", table, 0, place, dtype="float32", size=(2,))
+    return build.build()
+
+
 @pytest.mark.parametrize(
     ("program", "why"),
     [
+        (looks_up(), "may raise on what its step computes"),
         (plain_program(device="cuda"), "on a CPU only"),
         (plain_program(kind="compiled"), "is compiled"),
         (plain_program(ranks=2), "other ranks"),
