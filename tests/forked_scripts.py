@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,11 +66,11 @@ def forked_scripts(*modules: str) -> Iterator[ForkedScripts]:
     """A Python that imports `modules`, for as long as the block; what runs in it is ended with it."""
     command = [sys.executable, "-c", SERVER, *modules]
     with subprocess.Popen(
-        command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ, process_group=0
+        command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
     ) as server:
         try:
             assert server.stdout is not None
             assert server.stdout.readline() == "ready\n"
             yield ForkedScripts(server)
         finally:
-            os.killpg(server.pid, 9)
+            os.killpg(server.pid, signal.SIGKILL)
