@@ -740,9 +740,13 @@ def test_what_can_not_be_fused_runs_by_itself_and_says_so(refuses: str):
         clients.daemon.now += RULES.retry_s
         clients.rounds(3)
         assert set(clients.device.launched) == {"home"}
-        why = "random numbers" if refuses == "make" else "comes out otherwise"
-        assert why in clients.explain("a")
+        why = "draws random numbers" if refuses == "make" else "comes out otherwise"
+        for _ in range(3):
+            clients.daemon.now += RULES.retry_s
+            clients.rounds(2)
+        assert f"its Program can't be fused: it {why}" in clients.explain("a")
         assert len(clients.device.jobs) == 3, "no group is left"
+        assert clients.device.makes == 1, "it is not tried again"
     finally:
         clients.close()
 

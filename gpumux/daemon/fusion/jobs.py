@@ -36,7 +36,7 @@ from gpumux.daemon.requests import move
 from gpumux.daemon.segments import SharedSegment
 from gpumux.device import base as dev
 from gpumux.device.base import FusesJobs, Launch, SegmentHandle
-from gpumux.errors import GpumuxError, JobFailed
+from gpumux.errors import GpumuxError, JobFailed, NotFusible
 from gpumux.program.ir import ALIGN
 from gpumux.scheduler import events as ev
 from gpumux.scheduler.events import Command, Event
@@ -485,7 +485,7 @@ class JobFusion:
         """The Program can't be fused."""
         group = self._by_number.get(event.request)
         if group is not None and not group.closing:
-            self._refuse(group, event.fault.message)
+            self._refuse(group, event.fault.message, ever=event.fault.code != NotFusible.code)
 
     def checked(self, event: dev.ProgramChecked) -> None:
         """A Program of a group was checked: offer the fused one to the scheduler, load a member's own."""
@@ -541,8 +541,8 @@ class JobFusion:
         else:
             self._lose(group, event.fault.message)
 
-    def _refuse(self, group: _Group, why: str) -> None:
-        """There will be no such group."""
+    def _refuse(self, group: _Group, why: str, *, ever: bool = True) -> None:
+        """There will be no such group; `ever`: but perhaps at another time."""
         if not (group.charging or group.building):
             self._lose(group, why)
             return
@@ -551,7 +551,7 @@ class JobFusion:
             group.charging, group.released = False, True
             self._close(group, drain=False)
             self._tidy(group)
-            self._decide(fg.MemoryCharged(group.number, why))
+            self._decide((fg.MemoryCharged if ever else fg.FusedProgramBuilt)(group.number, why))
         else:
             group.building = False
             self._decide(fg.FusedProgramBuilt(group.number, why))

@@ -172,7 +172,8 @@ class MemoryCharged:
 
 @dataclass(frozen=True, slots=True)
 class FusedProgramBuilt:
-    """The answer to BuildProgram. `reason`: why the Program can't be fused; empty: it is built and proven."""
+    """The answer to BuildProgram, or already to ChargeMemory, which takes the fused Program's size. `reason`: why the
+    Program can't be fused; empty: it is built and proven."""
 
     group: GroupId
     reason: str = ""
@@ -483,12 +484,13 @@ class FusionGroups:
         self._commands.append(BuildProgram(group.group, group.kind.program, group.models))
 
     def _built(self, group: _Group, reason: str, now: float) -> None:
-        assert group.phase is _Phase.BUILDING
         if reason:
             self._refused[group.kind.program] = reason
-            self._commands.append(ReleaseMemory(group.group))
+            if group.phase is _Phase.BUILDING:
+                self._commands.append(ReleaseMemory(group.group))
             self._forget(group, reason, now)
             return
+        assert group.phase is _Phase.BUILDING
         group.phase = _Phase.GATHERING
         group.until = now + self._rules.settle_s  # its jobs may be gone: memory is not kept for none
 
