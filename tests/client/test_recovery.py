@@ -271,6 +271,7 @@ def test_a_disk_that_takes_nothing(daemon: Phoenix, caplog: pytest.LogCaptureFix
         job._recovery.snapshots._not_before = 0.0
         until_saved(run)
         assert "saved again" in said(caplog)[2]
+        assert job._recovery.save()  # the steps since then may be more than it may keep, too
         daemon.kill_executors()
         turns(run, 3)
         as_undisturbed(run, dropout_adam)
