@@ -147,13 +147,18 @@ class _OpenGroup:
 
     def fill(self, state: Sequence[torch.Tensor]) -> None:
         """Copy the job's state (bytes, by state slot) to every place."""
-        everywhere = [part.repeat(self._made.jobs) for part in state]
-        data = torch.zeros(size_of(self._table, range(len(everywhere))), dtype=torch.uint8)
+        self._put_everywhere(range(len(state)), state)
+
+    def _put_everywhere(self, lines: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
+        """Copy these bytes to every place of these lines of the stacked state. A transfer comes after the steps before
+        it."""
+        data = torch.zeros(size_of(self._table, lines), dtype=torch.uint8)
         at = 0
-        for part in everywhere:
-            data[at : at + part.numel()].copy_(part)
-            at += aligned(part.numel())
-        self._remote.put(range(len(everywhere)), data)
+        for part in parts:
+            whole = part.repeat(self._made.jobs)
+            data[at : at + whole.numel()].copy_(whole)
+            at += aligned(whole.numel())
+        self._remote.put(lines, data)
 
     def state(self) -> torch.Tensor:
         """The job's state, each slot's bytes aligned to 64."""
@@ -172,23 +177,14 @@ class _OpenGroup:
         """Run a step, of all places or of the job's alone."""
         program = self._fused if fused else self._own
         tensors, numbers = self._everywhere(scalars, batch) if fused else (list(batch), list(scalars))
-        if fused and self._made.layout.generator is not None:
-            self._set_generators(batch[self._made.layout.generator[0]])
+        if fused and self._made.layout.generator is not None:  # its state came with the step
+            self._put_everywhere([len(self._sizes)], [batch[self._made.layout.generator[0]]])
         self._wait(lambda: bool(program.free) and len(self._busy) < self._most)
         slot = program.free.pop()
         frames = program.fill(slot, tensors)
         self._steps += 1
         self._busy[self._steps] = program, slot
         self._remote.post_step(self._steps, program.number, slot, numbers, frames)
-
-    def _set_generators(self, state: torch.Tensor) -> None:
-        """Have each place draw from a generator of this state, which came with the step that follows. A transfer comes
-        after the steps before it."""
-        line = len(self._sizes)
-        data = torch.zeros(size_of(self._table, [line]), dtype=torch.uint8)
-        every = state.repeat(self._made.jobs)
-        data[: every.numel()].copy_(every)
-        self._remote.put([line], data)
 
     def _everywhere(self, scalars: Scalars, batch: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
         """The inputs and host scalars of the fused step whose jobs all have this batch and these host scalars."""

@@ -178,15 +178,12 @@ def test_what_is_known_is_bounded(operators: Counted, monkeypatch: pytest.Monkey
     assert len(operators.known) <= 3
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("running", "training"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("running", [True, False])
 def test_the_statistics_of_a_batch_norm_under_autocast_have_the_type_that_the_kernel_gives(
     affine: bool, running: bool, training: bool
 ) -> None:
     """BatchNorm(affine=False), as in MoCo v3 and Barlow Twins, has no weight to take it from."""
-    if not (training or running):
-        return
 
     def norm(call: Callable[..., Any]) -> list[torch.dtype]:
         weight, bias = (torch.ones(3), torch.zeros(3)) if affine else (None, None)
