@@ -1,11 +1,12 @@
 """The client's random generator: a job's steps draw from it, and after each step it has the state that the plain loop
 would have left.
 
-A step carries the state of torch's default generator as one more tensor of its batch, and draws from that state in the
-daemon (`Program.generator`). The client must skip what the step draws. The number of 32-bit words that an operator
-takes depends on the operator, the number of elements and the processor (`exponential_`, for one, draws differently with
-MKL). So it is measured when the step is captured: the operator runs here, on as many elements, and the words it took
-are counted. Skipping as many words after each step costs a few nanoseconds a word and waits for nothing.
+A step carries the state of torch's default generator, or of one that the job has for itself, as one more tensor of its
+batch, and draws from that state in the daemon (`Program.generator`). The client must skip what the step draws. The
+number of 32-bit words that an operator takes depends on the operator, the number of elements and the processor
+(`exponential_`, for one, draws differently with MKL). So it is measured when the step is captured: the operator runs
+here, on as many elements, and the words it took are counted. Skipping as many words after each step costs a few
+nanoseconds a word and waits for nothing.
 
 In three cases `step()` waits for the answer instead, which brings the generator's state after the step: the number of
 words depends on data (`poisson`); it depends on a normal number that an earlier draw left over (fewer than 16 are drawn
@@ -200,21 +201,23 @@ def skip(words: int, generator: torch.Generator | None = None) -> None:
 
 
 class ClientGenerator:
-    """Torch's default generator, shared by the jobs of this process. `lock` is held from reading the state for a step
-    until the generator was advanced past the step, so that no two steps draw the same numbers."""
+    """A generator of this process from which steps draw: torch's default one, shared by jobs, or `own`, one that a job
+    has for itself. `lock` is held from reading the state for a step until the generator was advanced past the step, so
+    that no two steps draw the same numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: torch.Generator | None = None) -> None:
+        self.own = own
         self.lock = threading.RLock()
-        self.jobs: weakref.WeakSet[object] = weakref.WeakSet()  # all open jobs of this process
+        self._source = torch.default_generator if own is None else own
         self._s_per_word = 4e-9
 
     def state(self) -> torch.Tensor:
         """Its state, uint8 of STATE_BYTES."""
-        return torch.default_generator.get_state()
+        return self._source.get_state()
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Set its state to the one after a step."""
-        torch.default_generator.set_state(state)
+        """Set its state to the one after a step. Raises RuntimeError if it is none."""
+        self._source.set_state(state)
 
     def waits(self, words: int | None, step_s: float | None) -> bool:
         """Whether to wait for the answer of a step instead of skipping its words. `words`: their number, None if
@@ -222,11 +225,11 @@ class ClientGenerator:
         has other jobs, because the thread could not send their steps while it waits."""
         if words is None:
             return True
-        return len(self.jobs) <= 1 and words * self._s_per_word > max(WAIT_S, SHARE * (step_s or 0.0))
+        return len(open_jobs) <= 1 and words * self._s_per_word > max(WAIT_S, SHARE * (step_s or 0.0))
 
     def skip(self, words: int) -> None:
         began = perf_counter()
-        skip(words)
+        skip(words, self.own)
         if words > 16 * _BLOCK:
             self._s_per_word = (perf_counter() - began) / words
 
@@ -234,3 +237,4 @@ class ClientGenerator:
 STATE_BYTES = int(torch.Generator().get_state().numel())
 assert STATE_BYTES <= STREAM_BYTES
 client_generator = ClientGenerator()
+open_jobs: weakref.WeakSet[object] = weakref.WeakSet()  # of this process, whatever they draw from

@@ -19,6 +19,7 @@ from gpumux.burst.placement import (
     planned,
     planned_on_fewer,
 )
+from gpumux.capture.generator import ClientGenerator, client_generator
 from gpumux.capture.state import StateTable, whole_optimizer
 from gpumux.client.session import Session
 from gpumux.errors import ConfigError
@@ -156,9 +157,11 @@ def check_rng(rng: Any, seed: Any) -> None:
         )
 
 
-def draws_from_client(rng: str | None, seed: Any, session: Session, table: StateTable) -> bool:
-    """Whether a job draws from the client's generator. Raises ConfigError if `rng` asks for that and the model or the
-    daemon is not on the CPU."""
+def generator_of(
+    rng: str | None, seed: Any, spec: JobSpec, session: Session, table: StateTable
+) -> ClientGenerator | None:
+    """The generator of this process that a job's steps draw from; None: they draw from one in the daemon. Raises
+    ConfigError if `rng` asks for the client's and the model or the daemon is not on the CPU."""
     on_the_cpu = session.welcome.device["kind"] == "cpu" and not table.gpu
     if rng == "client" and not on_the_cpu:
         where = (
@@ -167,7 +170,10 @@ def draws_from_client(rng: str | None, seed: Any, session: Session, table: State
             else f"the daemon's device is {session.welcome.device['kind']}"
         )
         raise ConfigError(f'rng="client" needs model and daemon on the CPU, and {where}', 'drop rng=, or use rng="own"')
-    return on_the_cpu and rng != "own" and seed is None
+    if on_the_cpu and rng != "own" and seed is None:
+        return client_generator
+    # Steps that bring their generator can run as one with others'.
+    return ClientGenerator(torch.Generator().manual_seed(spec.seed)) if on_the_cpu and spec.fusible else None
 
 
 # ---- Jobs on several daemons.

@@ -23,7 +23,7 @@ import torch
 
 from gpumux.capture.batch.checks import warn_of_undone
 from gpumux.capture.fetching import without_fetching
-from gpumux.capture.generator import client_generator
+from gpumux.capture.generator import ClientGenerator, open_jobs
 from gpumux.capture.microbatch.split import TOLERANCE, check_microbatches
 from gpumux.capture.state import StateTable
 from gpumux.capture.step import Choice, KeepMore, RankSplitter, State, StepFunction, StepProgram
@@ -87,7 +87,7 @@ class Steppable(Protocol):
 _Function: TypeAlias = tuple[Steppable, tuple[Any, ...], dict[str, Any]]
 
 # Packs the notes of a snapshot, as snapshots.write does.
-WriteNotes: TypeAlias = Callable[[StateTable, State, Sequence[int], Counts, torch.Tensor | None], bytes]
+WriteNotes: TypeAlias = Callable[[StateTable, State, Sequence[int], Counts, ClientGenerator | None], bytes]
 
 
 def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -161,22 +161,22 @@ class Job(Generic[Batch]):
     def __init__(
         self, session: Session, job_id: str, spec: JobSpec, table: StateTable, *, max_variants: int | None,
         replay_bytes: int = 0, reconnect_s: float = 0.0, kept: SnapshotMetadata | None = None, last_snapshot: int = 0,
-        clients_generator: bool = False, counts: Counts | None = None, write_notes: WriteNotes = snapshots.write,
-        over: RankSplitter | None = None, make_remote: Callable[..., Remote] = Remote, waves: Waves | None = None,
-        place: JobPlace | None = None,
+        generator: ClientGenerator | None = None, counts: Counts | None = None,
+        write_notes: WriteNotes = snapshots.write, over: RankSplitter | None = None,
+        make_remote: Callable[..., Remote] = Remote, waves: Waves | None = None, place: JobPlace | None = None,
     ) -> None:  # fmt: skip
-        """`kept`: the snapshot that the job goes on from; `last_snapshot`: the number of its newest one; `counts`: the
-        steps that its state is the result of, if that is another number than the snapshot's; `over`: splits its steps
-        over ranks, or for two `waves`; `make_remote`: makes what sends requests; `place`: of a job of a cluster. The
-        other arguments are those of submit(). `capture` or `attach` gives the job its step, and then `start` must be
-        called."""
+        """`kept`: the snapshot that the job goes on from; `last_snapshot`: the number of its newest one; `generator`:
+        of this process, from which its steps draw; `counts`: the steps that its state is the result of, if that is
+        another number than the snapshot's; `over`: splits its steps over ranks, or for two `waves`; `make_remote`:
+        makes what sends requests; `place`: of a job of a cluster. The other arguments are those of submit(). `capture`
+        or `attach` gives the job its step, and then `start` must be called."""
         self.id = job_id
         self.name = spec.name
         self.seed = spec.seed
         self._spec = spec
         self._table = table
         self._max_variants = max_variants
-        self._clients_generator = clients_generator
+        self._generator = generator
         recorder = make_recorder(session, table, replay_bytes)
         waits = Waits(job_id, spec.priority is Priority.HIGH)
         self._remote = make_remote(session, job_id, table, waits, observer=recorder)
@@ -209,7 +209,7 @@ class Job(Generic[Batch]):
         self._counts = counts or (kept.counts if kept is not None else Counts(0, 0))
         self._write_notes = write_notes
         self._recovery = recovery  # from here on __del__ closes the job
-        client_generator.jobs.add(self)
+        open_jobs.add(self)
         _open.add(self)
 
     def start(self) -> None:
@@ -287,7 +287,7 @@ class Job(Generic[Batch]):
         function = StepFunction(
             fn, self._table, self._tracer, self._staleness, intern=self._local.intern,
             max_variants=self._max_variants, microbatches=microbatches, compiled=compiled,
-            clients_generator=self._clients_generator, constants=self._constants, over=self._over,
+            clients_generator=self._generator is not None, constants=self._constants, over=self._over,
         )  # fmt: skip
         entry = (function, args, kwargs)
         self._functions.append(entry)
@@ -421,8 +421,7 @@ class Job(Generic[Batch]):
             with Shield():  # a step that was sent and not counted would leave the local state between two steps
                 future = self._send_step(function, choice, program, slot, filled, None)
         else:
-            with client_generator.lock:
-                future = self._send_drawing_step(function, choice, program, slot, filled)
+            future = self._send_drawing_step(function, choice, program, slot, filled)
         if choice.program.written:
             _answered(future)  # the script may read what the step wrote into its batch
         return future
@@ -468,31 +467,36 @@ class Job(Generic[Batch]):
     def _send_drawing_step(
         self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int | None, filled: bool
     ) -> StepFuture:
-        """Send a step that draws from the client's generator, and advance that as the step does."""
+        """Send a step that draws from a generator of the client, and advance that as the step does."""
+        source = self._generator
+        assert source is not None
         words = choice.program.lowered.words  # how many the step draws, None if unknown
         future, moved = None, False
-        try:
-            with Shield():
-                future = self._send_step(function, choice, program, slot, filled, client_generator.state())
-                if words is not None and (self.paused or not client_generator.waits(words, program.device_s)):
-                    client_generator.skip(words)
-                    moved = True
-            if not moved:
-                self._take_generator(future)
-        except BaseException:  # an interrupt
-            if future is not None and not moved and words is not None:
-                client_generator.skip(words)
-            raise
+        with source.lock:
+            try:
+                with Shield():
+                    future = self._send_step(function, choice, program, slot, filled, source.state())
+                    if words is not None and (self.paused or not source.waits(words, program.device_s)):
+                        source.skip(words)
+                        moved = True
+                if not moved:
+                    state = generator_after(future) if _answered(future) else None
+                    if state is not None:
+                        source.set_state(state)
+            except BaseException:  # an interrupt
+                if future is not None and not moved and words is not None:
+                    source.skip(words)
+                raise
         return future
 
     def _see_step(
         self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int | None, filled: bool
     ) -> StepFuture:
         """Send a step that may fail alone, and wait for it. It counts unless it did. Raises BadBatch and BadValue."""
-        draws = program.program.generator is not None
-        with client_generator.lock if draws else nullcontext():
+        source = self._generator if program.program.generator is not None else None
+        with source.lock if source is not None else nullcontext():
             with Shield():
-                state = client_generator.state() if draws else None
+                state = source.state() if source is not None else None
                 future, entry = self._post_step(choice, program, slot, filled, state)
             try:
                 _answered(future)
@@ -501,8 +505,8 @@ class Job(Generic[Batch]):
                     undone = undone_or_counted(future)
                     if undone is None:
                         self._count_step(function, choice, future)
-                        if (state := generator_after(future)) is not None:
-                            client_generator.set_state(state)
+                        if source is not None and (state := generator_after(future)) is not None:
+                            source.set_state(state)
                     elif entry is not None and (recorder := self._recovery.recorder) is not None:
                         recorder.log.remove_newest(entry)
             if undone is not None:
@@ -515,8 +519,8 @@ class Job(Generic[Batch]):
         self, function: Steppable, choice: Choice, program: RemoteProgram, slot: int | None, filled: bool,
         generator: torch.Tensor | None,
     ) -> StepFuture:  # fmt: skip
-        """`slot`: None for a free one; `filled`: the batch already lies in it. `generator`: the state of the client's
-        generator, for a step that draws from it."""
+        """`slot`: None for a free one; `filled`: the batch already lies in it. `generator`: the state of a generator of
+        the client, for a step that draws from it."""
         future, _ = self._post_step(choice, program, slot, filled, generator)
         self._count_step(function, choice, future)
         return future
@@ -559,12 +563,6 @@ class Job(Generic[Batch]):
         if self._waves is not None:
             self._waves.stepped(self._state)
 
-    def _take_generator(self, future: StepFuture) -> None:
-        """Wait for the step, and take the state in which it left the generator."""
-        state = generator_after(future) if _answered(future) else None
-        if state is not None:
-            client_generator.set_state(state)
-
     # ---- state -----------------------------------------------------------------------------------
 
     @folded
@@ -605,7 +603,7 @@ class Job(Generic[Batch]):
         reply, _ = self._persist(lambda: self._remote.call(m.JobStats))
         functions = [f for f, _, _ in self._functions]
         compiled = any(f.compiled for f in functions)
-        rng = {"rng": "client" if self._clients_generator else "own"}
+        rng = {"rng": "own" if self._generator is None or self._generator.own is not None else "client"}
         ranks = 1 if self._over is None else self._over.ranks
         fusion = reply.body.get("fusion")  # a daemon from before jobs were fused says nothing
         fused = fusion is not None and fusion["possible"]
@@ -644,7 +642,7 @@ class Job(Generic[Batch]):
                         self._wait(lambda: len(self._pending) == 0, limit)
             finally:
                 self._recovery.closed = True
-                client_generator.jobs.discard(self)
+                open_jobs.discard(self)
                 self._recovery.stop()
                 try:
                     if self._remote.ended is None and self._session.dead is None:
@@ -750,9 +748,8 @@ def _notes_of(ref: weakref.ref[Job[Any]]) -> tuple[bytes, int]:
     """The notes of a snapshot taken now, and the number of steps before it."""
     job = ref()
     assert job is not None, "a job that is gone takes no snapshots"
-    generator = client_generator.state() if job._clients_generator else None
     with without_fetching():
-        notes = job._write_notes(job._table, job._state, job._remote.resident(), job._counts, generator)
+        notes = job._write_notes(job._table, job._state, job._remote.resident(), job._counts, job._generator)
     return notes, job._counts.all
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgpack
 import torch
 
+from gpumux.capture.generator import ClientGenerator
 from gpumux.capture.state import Place, StateTable, raw_bytes
 from gpumux.capture.step import State
 from gpumux.capture.structure import ConstLeaf, DeviceLeaf, HostLeaf
@@ -27,6 +28,7 @@ from gpumux.client.replay import ReplayLog
 from gpumux.client.session import Asked, Session
 from gpumux.errors import ConfigError, GpumuxError, from_code
 from gpumux.program.ir import aligned
+from gpumux.types import GENERATOR_BYTES
 from gpumux.waves.steps import Waves
 from gpumux.wire import messages as m
 from gpumux.wire.messages import PrepareSnapshot, ReadSnapshot, SnapshotSaved, SnapshotWanted, TakeSnapshot
@@ -46,12 +48,11 @@ class Counts:
 
 
 def write(
-    table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: torch.Tensor | None = None,
+    table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: ClientGenerator | None = None,
     waves: Waves | None = None,
 ) -> bytes:  # fmt: skip
     """The notes of a snapshot taken now, packed. `resident`: the job buffers in the daemon, in the daemon's order.
-    `generator`: the state of the client's generator, if the job draws from it. `waves`: of a job of two, which keeps
-    both replicas."""
+    `generator`: of the client, if the job draws from one. `waves`: of a job of two, which keeps both replicas."""
     there = {buffer: i for i, buffer in enumerate(resident)}
     index = there if waves is None else waves.of_lane(there, waves.newest)
     inline: dict[str, Any] = {}
@@ -83,7 +84,8 @@ def write(
             "gradients": {name: there[buffer] for name, buffer in table.gradients_between_waves.items()},
         }
     if generator is not None:
-        body["generator"] = _bytes(generator)
+        body["generator"] = _bytes(generator.state())
+        body["own_generator"] = generator.own is not None
     return bytes(msgpack.packb(body))
 
 
@@ -98,7 +100,7 @@ def _describe(table: StateTable, state: State, index: Mapping[int, int]) -> dict
 
 
 def write_of_rank(
-    table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: torch.Tensor | None = None
+    table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: ClientGenerator | None = None
 ) -> bytes:
     """The notes of a snapshot of one rank. Its job is recovered, but can't be resumed."""
     return bytes(msgpack.packb({"version": VERSION, "over_ranks": True}))
@@ -194,14 +196,17 @@ class SnapshotMetadata:
             self.buffers.append(data[at : at + nbytes].clone())
             at += aligned(nbytes)
         self.generator = data[at : data.numel() - notes].numpy().tobytes()
+        if body.get("own_generator"):
+            self.generator = _region_of(body["generator"])
         if any(b.numel() != n for b, n in zip(self.buffers, sizes, strict=True)):
             raise ConfigError("the kept snapshot is shorter than its notes say", "start the job anew")
 
-    def put_back(self, table: StateTable, other: bool = False) -> None:
+    def put_back(self, table: StateTable, other: bool = False, generator: ClientGenerator | None = None) -> None:
         """Overwrite the state that `table` describes: parameters and buffers, the optimizers' state and
-        hyperparameters, gradients. Also sets torch's default generator if the job drew from its client's. `other`: with
-        the replica that the newest step of a job of two waves did not change. Raises ConfigError, and changes nothing,
-        if the job had other models or optimizers."""
+        hyperparameters, gradients. Also sets torch's default generator if the job drew from that, and `generator` if
+        the job had one for itself, and this one is for itself, too. `other`: with the replica that the newest step of a
+        job of two waves did not change. Raises ConfigError, and changes nothing, if the job had other models or
+        optimizers."""
         body = self.body if self.waves is None or not other else self.body | self.waves["other"]
         try:
             fresh = [(name, tensor, self._of(name, tensor, body)) for name, tensor in table.tensors]
@@ -214,15 +219,22 @@ class SnapshotMetadata:
                 for optimizer, thens in zip(table.optimizers, body["groups"], strict=True)
                 for group, then in zip(optimizer.param_groups, thens, strict=True)
             ]
-            generator = torch.Generator().set_state(_state_of(body["generator"])) if "generator" in body else None
+            shared = None
+            if "generator" in body and not body.get("own_generator"):
+                shared = torch.Generator().set_state(_state_of(body["generator"]))
+            own = None
+            if generator is not None and generator.own is not None and (drawn := _state_in(self.generator)):
+                own = torch.Generator().set_state(_state_of(drawn))
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise _other(f"{type(error).__name__}: {error}") from error
         with torch.no_grad():
             for _, tensor, value in fresh:
                 if value is not None:
                     tensor.copy_(value)
-        if generator is not None:
-            torch.default_generator.set_state(generator.get_state())
+        if shared is not None:
+            torch.default_generator.set_state(shared.get_state())
+        if generator is not None and own is not None:
+            generator.set_state(own.get_state())
         for optimizer, state in zip(table.optimizers, states, strict=True):
             optimizer.state = state
         for i, parameter in enumerate(table.params):
@@ -311,6 +323,18 @@ def _type(name: str) -> torch.dtype:
 
 def _state_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+# As a snapshot holds the state of a job's generator in the daemon: its length (8 bytes), itself, and zeros up to
+# GENERATOR_BYTES. The length is 0 if the generator was never used.
+
+
+def _region_of(state: bytes) -> bytes:
+    return (len(state).to_bytes(8, "little") + state).ljust(GENERATOR_BYTES, b"\0")
+
+
+def _state_in(region: bytes) -> bytes:
+    return region[8 : 8 + int.from_bytes(region[:8], "little")]
 
 
 def _other(why: str) -> ConfigError:

@@ -21,8 +21,8 @@ from gpumux.client.arguments import (
     check_rng,
     check_waves,
     daemons_of,
-    draws_from_client,
     fewer_ranks,
+    generator_of,
     in_cluster,
     job_spec,
     number,
@@ -85,7 +85,7 @@ def submit(
     fusible: let the daemon run a step together with one of each equal job, also of other processes, as one fused step
         (docs/fusion.md, "Equal jobs of separate processes"): of jobs of this user, or of users that the daemon's
         configuration says agree. Results are equivalent, not bit-equal; `stats()["fusion"]` says what happens.
-        For low jobs on a CPU, whose steps draw no random numbers; a step that can't be fused runs by itself.
+        For low jobs on a CPU; a step that can't be fused runs by itself.
     weight: share among jobs of one priority. max_slowdown: promise for a high job (>= 1.0).
     memory_limit: bytes this job may hold on the device. max_inflight: the most unanswered steps.
     rng: the source of random draws (dropout). "client": torch's default generator, as in the plain loop. A step begins
@@ -212,21 +212,21 @@ def submit(
                 kept = find_kept(session, resume)
             if kept is not None and kept.snapshot.waves is not None and waves == 1:
                 raise ConfigError(f"the job {resume!r} that was kept trained two waves", "resume it with waves=2")
+            generator = generator_of(rng, seed, spec, session, table)
             if kept is not None:
-                kept.snapshot.put_back(table)
+                kept.snapshot.put_back(table, generator=generator)
             job_id, last = (kept.job, kept.newest) if kept is not None and link is None else (new_id(), 0)
             open_job(session, job_id, spec, kept is not None or link is not None)
             if link is not None:
                 link.accepted()
             snapshot = kept.snapshot if kept is not None else None
-            clients_generator = draws_from_client(rng, seed, session, table)
             two_waves: dict[str, Any] = {}
             if waves > 1:
                 both = Waves(table)
                 two_waves = {"over": WaveSplitter(), "waves": both, "write_notes": partial(write, waves=both)}
             job = Job(
                 session, job_id, spec, table, max_variants=max_variants, replay_bytes=replay_bytes,
-                reconnect_s=reconnect_s, kept=snapshot, last_snapshot=last, clients_generator=clients_generator,
+                reconnect_s=reconnect_s, kept=snapshot, last_snapshot=last, generator=generator,
                 place=link, **two_waves,
             )  # fmt: skip
             job.capture(step, example, 4, microbatches, compile)
@@ -259,7 +259,7 @@ def submit(
             remote = cast("Callable[..., Remote]", partial(GangRemote, splitter=split))
             job = Job(
                 alike, job_id, spec, table, max_variants=max_variants, replay_bytes=replay_bytes,
-                reconnect_s=reconnect_s, clients_generator=draws_from_client(rng, seed, alike, table),
+                reconnect_s=reconnect_s, generator=generator_of(rng, seed, spec, alike, table),
                 write_notes=write_of_rank, over=WaveSplitter(split) if waves > 1 else split,
                 waves=Waves(table) if waves > 1 else None, make_remote=remote,
                 place=link,

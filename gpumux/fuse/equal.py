@@ -120,9 +120,8 @@ def _refuse(program: Program, jobs: int) -> None:
         raise NotFusible("its step is one of two waves", "submit it without waves")
     if program.generator is None and any(op.random is not None for op in program.ops):
         raise NotFusible(
-            "its step draws random numbers from a generator of the job's own",
-            "submit it without seed= and rng=, so that they come from the client's, or train the models with"
-            " submit_array",
+            "its step draws random numbers from a generator in the daemon",
+            "keep its model on the CPU: then the client has the generator, and its state comes with each step",
         )
     if raises_on_computed(program):
         raise NotFusible("an operator may raise on what its step computes, and would end the steps of all jobs", alone)

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import msgpack
 import torch
 
+from gpumux.capture.generator import ClientGenerator
 from gpumux.capture.lower import Lowered
 from gpumux.capture.state import Buffer, StateTable
 from gpumux.capture.step import Choice, State, StepProgram
@@ -223,7 +224,12 @@ class ArrayJob(BaseArray):
         job.start()
 
     def _write_notes(
-        self, table: StateTable, state: State, resident: Sequence[int], counts: Counts, generator: torch.Tensor | None
+        self,
+        table: StateTable,
+        state: State,
+        resident: Sequence[int],
+        counts: Counts,
+        generator: ClientGenerator | None,
     ) -> bytes:
         """The notes of a snapshot taken now (`client.job.WriteNotes`)."""
         plain = snapshots.write(table, state, resident, counts, generator)
@@ -372,7 +378,7 @@ class ArrayJob(BaseArray):
 
 def _notes_of(
     ref: weakref.ref[ArrayJob], table: StateTable, state: State, resident: Sequence[int], counts: Counts,
-    generator: torch.Tensor | None,
+    generator: ClientGenerator | None,
 ) -> bytes:  # fmt: skip
     array = ref()
     assert array is not None, "an array that is gone takes no snapshots"

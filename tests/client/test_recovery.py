@@ -116,7 +116,10 @@ def test_jobs_whose_daemon_is_killed_end_as_undisturbed(
         assert "from snapshot" in mine[-1]
 
 
-def test_an_executor_that_is_killed(daemon: Phoenix, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("fusible", [False, True], ids=["draws in the daemon", "draws in the client"])
+def test_an_executor_that_is_killed(
+    fusible: bool, daemon: Phoenix, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     """And Ctrl-C during the recovery: the half that was done is not used."""
     rerun = Recovery._run_again
 
@@ -124,7 +127,7 @@ def test_an_executor_that_is_killed(daemon: Phoenix, caplog: pytest.LogCaptureFi
         monkeypatch.setattr(Recovery, "_run_again", rerun)
         raise KeyboardInterrupt
 
-    run = submit(dropout_adam(SEED), daemon.endpoint)
+    run = submit(dropout_adam(SEED), daemon.endpoint, fusible=fusible)
     with run.job:
         until_saved(run)
         turns(run, 1)
@@ -282,15 +285,17 @@ def test_a_disk_that_takes_nothing(daemon: Phoenix, caplog: pytest.LogCaptureFix
         shutil.rmtree(aside, ignore_errors=True)  # of jobs that are over
 
 
-def test_a_job_that_was_kept_goes_on_in_another_program(daemon: Phoenix):
+@pytest.mark.parametrize("kept", [False, True], ids=["drew in the daemon", "drew in the client"])
+@pytest.mark.parametrize("resumed", [False, True], ids=["draws in the daemon", "draws in the client"])
+def test_a_job_that_was_kept_goes_on_in_another_program(kept: bool, resumed: bool, daemon: Phoenix):
     """Parameters, statistics, optimizer state, step counters, hyperparameters and the generator: all from the
-    snapshot."""
-    run = submit(gan(SEED), daemon.endpoint)
+    snapshot. A fusible job has its own generator in the client."""
+    run = submit(gan(SEED), daemon.endpoint, fusible=kept)
     turns(run, 9)
     run.results += [future.result() for future in run.futures]
     run.job.close(keep=True)
     fresh = gan(SEED + 1)  # another start, which the snapshot overwrites
-    again = submit(fresh, daemon.endpoint, resume=fresh.name)
+    again = submit(fresh, daemon.endpoint, resume=fresh.name, fusible=resumed)
     assert again.job.resumed_steps == 9
     assert again.job.id == run.job.id
     again.turns = 9

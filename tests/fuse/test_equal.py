@@ -414,7 +414,7 @@ def looks_up() -> Program:
         (plain_program(kind="compiled"), "is compiled"),
         (plain_program(ranks=2), "other ranks"),
         (plain_program(wave=Wave(0, 1)), "two waves"),
-        (plain_program(ops=(Op("aten.rand_like.default", (), random=0),)), "a generator of the job's own"),
+        (plain_program(ops=(Op("aten.rand_like.default", (), random=0),)), "a generator in the daemon"),
     ],
 )
 def test_what_can_not_run_as_one_is_refused_with_the_reason(program: Program, why: str):

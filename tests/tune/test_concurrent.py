@@ -54,9 +54,8 @@ def test_equal_to_serial(daemon: RunningDaemon):
 
 def test_trials_that_the_daemon_may_run_as_one_equal_serial(daemon: RunningDaemon):
     """So short ones have ended before a group of them is there."""
-    task = "tests.tune.toy:without_draws"
-    many = tune(task, SPACE, scheduler="daemon", concurrent=3, endpoint=daemon.endpoint, **HYPERBAND)
-    alone = tune(task, SPACE, scheduler="serial", **HYPERBAND)
+    many = tune(TASK, SPACE, scheduler="daemon", concurrent=3, endpoint=daemon.endpoint, **HYPERBAND)
+    alone = tune(TASK, SPACE, scheduler="serial", **HYPERBAND)
     assert [e.config for e in many.entries] == [e.config for e in alone.entries]
     for ours, theirs in zip(many.entries, alone.entries, strict=True):
         assert ours.scores == pytest.approx(theirs.scores, rel=1e-9)
@@ -75,13 +74,13 @@ def test_why_no_trials_ran_as_one_is_said(daemon: RunningDaemon):
 @pytest.mark.slow
 @pytest.mark.extended
 def test_a_sweep_s_trials_run_as_one(one_thread: None):
-    """Trials with other learning rates and betas are one group."""
+    """Trials with other learning rates and betas are one group, in which each draws its own masks."""
     space = ONE | {"beta1": {"low": 0.8, "high": 0.95, "fusible": True}}
     asked = {"trials": 4, "steps": 6000}
     settings = {"GPUMUX_FUSE_GATHER_S": "0.1", "GPUMUX_FUSE_RETRY_S": "0.5"}
     with running_daemon(threads=1, settings=settings) as own:
-        many = tune("tests.tune.toy:without_draws", space, scheduler="daemon", endpoint=own.endpoint, **asked)
-    alone = tune("tests.tune.toy:without_draws", space, scheduler="serial", **asked)
+        many = tune(TASK, space, scheduler="daemon", endpoint=own.endpoint, **asked)
+    alone = tune(TASK, space, scheduler="serial", **asked)
     assert many.notes["steps"] == 4 * 6000
     assert many.notes["steps_as_one"] > 0
     for ours, theirs in zip(many.entries, alone.entries, strict=True):

@@ -72,13 +72,6 @@ def hyperparameters(config, k):
     return {"lr": config["lr"] * 0.5 ** (k // 10)}
 
 
-def without_draws(config):
-    """The same without dropout, so that a daemon may run equal trials as one."""
-    made = factory(config)
-    made[1][2].p = 0.0
-    return made
-
-
 # ---- what users get wrong
 
 

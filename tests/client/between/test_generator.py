@@ -282,17 +282,22 @@ def test_r9_steps_in_several_threads_draw_each_number_once(endpoint: str) -> Non
     assert torch.equal(left, torch.get_rng_state())
 
 
-def test_a_generator_of_the_jobs_own_leaves_the_clients_alone(endpoint: str) -> None:
+@pytest.mark.parametrize("fusible", [False, True], ids=["in the daemon", "in the client"])
+@pytest.mark.parametrize("options", [{"rng": "own"}, {"seed": 29}], ids=lambda options: next(iter(options)))
+def test_a_generator_of_the_jobs_own_leaves_the_clients_alone(
+    options: dict[str, Any], fusible: bool, endpoint: str
+) -> None:
     torch.manual_seed(29)
-    want = torch.rand(8)
-    for options in ({"rng": "own"}, {"seed": 29}):
-        torch.manual_seed(29)
-        before = torch.get_rng_state()
-        with client.submit(lambda: torch.rand(8), example=(), endpoint=endpoint, **options) as job:
-            assert torch.equal(job.step().result(), want), "it begins at the seed, wherever torch's generator stands"
-            assert job.stats()["rng"] == "own"
-        assert torch.equal(torch.get_rng_state(), before)
-        torch.rand(5)
+    want = [torch.randn(7), torch.randn(7), torch.poisson(torch.full((3,), 4.0)), torch.randn(7)]
+    torch.manual_seed(29)
+    before = torch.get_rng_state()
+    with client.submit(lambda: torch.randn(7), example=(), endpoint=endpoint, fusible=fusible, **options) as job:
+        counts = job.add(lambda: torch.poisson(torch.full((3,), 4.0)), example=())  # its words depend on the numbers
+        got = [job.step().result(), job.step().result(), counts().result(), job.step().result()]
+        assert job.stats()["rng"] == "own"
+    assert torch.equal(torch.get_rng_state(), before)
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs), "it begins at the seed, wherever torch's generator stands"
 
 
 @pytest.mark.parametrize("options", [{"rng": "mine"}, {"rng": 1}, {"rng": "client", "seed": 3}])
@@ -451,6 +456,5 @@ def test_waiting_is_for_steps_that_take_longer_to_skip_than_to_wait_for(monkeypa
         pass
 
     others = [Open(), Open()]
-    for job in others:
-        fresh.jobs.add(job)
+    monkeypatch.setattr(generator, "open_jobs", {*others})
     assert not fresh.waits(1_000_000, 0.1), "the thread could not send the other job's steps meanwhile"
