@@ -13,7 +13,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,14 @@ from torch import Tensor
 
 from clients.models.workloads import Workload
 from gpumux import fuse
+from gpumux.client import StepFuture
 from gpumux.errors import GpumuxError
+from microbench.daemon import running_daemon
 from microbench.handfused.train import hand_fused, vmapped
 
 # The plain loop, one model after another; gpumux's captured steps, likewise; a process a model, all at once; HFTA's
-# way; vmap over gradients, and that through torch.compile; an array of gpumux, and that compiled.
+# way; vmap over gradients, and that through torch.compile; an array of gpumux (on a GPU a job of a daemon there, whose
+# batches come from this process), and that compiled.
 SERIAL, CAPTURED, PROCESSES = "serial", "captured", "processes"
 HAND, VMAP, COMPILED, OURS, OURS_COMPILED = "hand", "vmap", "compiled", "fused", "fused-compiled"
 WAYS = (SERIAL, CAPTURED, PROCESSES, HAND, VMAP, COMPILED, OURS, OURS_COMPILED)
@@ -65,7 +68,9 @@ class Setting:
 
 def opened(way: str, workload: Workload, configs: Sequence[Config], stack: ExitStack) -> Train:
     """Everything `way` needs, ready to train. Raises GpumuxError where it can't train this workload."""
-    batches = [workload.batch(i) for i in range(BATCHES)]
+    served = way == OURS and workload.device != "cpu"
+    here = replace(workload, device="cpu") if served else workload
+    batches = [here.batch(i) for i in range(BATCHES)]
 
     def of(run: Callable[..., Any]) -> Train:
         return lambda index: run(*batches[index % BATCHES])
@@ -74,6 +79,10 @@ def opened(way: str, workload: Workload, configs: Sequence[Config], stack: ExitS
         return of(hand_fused(workload, configs)[0])
     if way in (VMAP, COMPILED):
         return of(vmapped(workload, configs, compiled=way == COMPILED)[0])
+    if served:
+        endpoint = stack.enter_context(running_daemon(device=workload.device)).endpoint
+        job = fuse.submit_array(here.factory, configs, batches[0], endpoint=endpoint)
+        return of(stack.enter_context(job).step)
     if way in (OURS, OURS_COMPILED):
         array = fuse.Array(workload.factory, configs, batches[0], times_file=None, compile=way == OURS_COMPILED)
         return of(stack.enter_context(array).step)
@@ -149,9 +158,11 @@ def _rate(setting: Setting, train: Train) -> float:
     """Steps a second over about a turn, at least two."""
     done, began = 0, time.perf_counter()
     while done < 2 or time.perf_counter() - began < setting.seconds:
-        train(done)
+        last = train(done)
         done += 1
     _settled(setting)
+    if isinstance(last, StepFuture):
+        last.result()
     return done / (time.perf_counter() - began)
 
 

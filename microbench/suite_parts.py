@@ -92,6 +92,7 @@ _SMOKE = "what the device takes for granted, a line each"
 _PAIRS = "the pairs of models in every way to share a device"
 _TECHNIQUES = "each technique's worth (DeepPool, figure 11), beside the simulator's prediction"
 _KERNELS = "short and long kernels in pairs (DeepPool, figure 12), beside the simulator's prediction"
+_FUSED = "models of one kind as one array, beside one after another, as processes, and by torch.func"
 _ALONE = "a job alone over a plain hand-captured graph; what a request takes longer"
 # By importance, and so that none needs more than half of its time: the parts of tools/first_contact.sh, and of `make
 # gpu`.
@@ -120,6 +121,7 @@ _PARTS: dict[str, tuple[Job, ...]] = {
         _experiment("copies", 25.0),
         _experiment("idle_contexts", 60.0, most_s=180.0),
         _tests("collectives", 25.0),
+        _tests("arrays", 60.0, hangs_s=STARTS_S),
     ),
     "compiled": (
         _tests("compiled", 100.0, hangs_s=STARTS_S),
@@ -128,6 +130,17 @@ _PARTS: dict[str, tuple[Job, ...]] = {
     "overhead": (_benchmark("overhead", _ALONE, "--repeats", "3", least_s=80.0, most_s=420.0, expected_s=240.0),),
     "collocate": (
         _benchmark("collocate", _PAIRS, "--limit", LIMIT, least_s=90.0, most_s=510.0, resumes=True, expected_s=240.0),
+    ),
+    "fusion": (
+        _benchmark(
+            "fusion",
+            _FUSED,
+            *("--workload", "cnn", "resnet18", "transformer", "--models", "1", "4", "8"),
+            *("--ways", "serial", "processes", "vmap", "fused", "--no-memory", "--repeats", "3"),
+            least_s=120.0,
+            most_s=400.0,
+            expected_s=240.0,
+        ),
     ),
     "pairwise": (_benchmark("pairwise", _KERNELS, least_s=170.0, most_s=400.0, expected_s=200.0),),
     "ablation": (_benchmark("ablation", _TECHNIQUES, least_s=190.0, most_s=400.0, expected_s=240.0),),

@@ -401,12 +401,12 @@ _LEAF = pytree.tree_structure(False)
 
 
 class Tracer:
-    """Traces the steps of one job. `by_device`: trace steps for a GPU with the operators that torch runs there
+    """Traces the steps of one job; those for a GPU with the operators that torch runs there
     (capture/gpu/operators.py). `begun` is called when a trace begins. `replicas`: the job has its state
     twice (waves)."""
 
     def __init__(
-        self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu", *, by_device: bool = True,
+        self, table: StateTable, allowed: Callable[[str], bool], device: str = "cpu", *,
         begun: Callable[[], None] = lambda: None, replicas: bool = False,
     ) -> None:  # fmt: skip
         self.table = table
@@ -415,7 +415,7 @@ class Tracer:
         self._begun = begun
         self._record = TraceRecord()  # of the present trace, or the last one
         self._backward: AfterBackward | None = None  # the newest backward pass in it
-        self._by_device = by_device and table.runs_on == "cuda"
+        self._by_device = table.runs_on == "cuda"
         self._allowed = allowed
         self._device = device
         self._restorers: list[tuple[Callable[[], None], Callable[[], None]]] = []  # as of SideEffects.restorers

@@ -12,6 +12,7 @@ import torch
 from gpumux.capture.state import StateTable
 from gpumux.client.arguments import several, whole
 from gpumux.errors import ConfigError
+from gpumux.fuse.template import GPU_STREAM_BYTES
 from gpumux.program import operators
 
 MAX_SEED = 2**64 - 1
@@ -101,14 +102,20 @@ def seed_of(what: str, seed: Any) -> int:
     return whole(what, seed, 0, MAX_SEED, "use a whole number from 0 to 2**64 - 1")
 
 
-def check_random_state(state: Any) -> None:
-    """Raise ConfigError unless a CPU random generator accepts it."""
+def check_random_state(state: Any, gpu: bool) -> None:
+    """Raise ConfigError unless a random generator of the CPU, or with `gpu` of a GPU, accepts it."""
+    device = ', device="cuda"' if gpu else ""
     try:
-        torch.Generator().set_state(state)
-    except (TypeError, RuntimeError) as error:
+        if not gpu:
+            torch.Generator().set_state(state)
+        elif state.dtype != torch.uint8 or state.shape != (GPU_STREAM_BYTES,):
+            raise TypeError(f"a GPU's has {GPU_STREAM_BYTES} bytes")
+        elif (drawn := int(state.clone().view(torch.int64)[1])) < 0 or drawn % 4:
+            raise TypeError(f"it says that {drawn} numbers were drawn, which is no multiple of 4")
+    except (AttributeError, TypeError, RuntimeError) as error:
         raise ConfigError(
             f"{_shown(state)} is no state of a random generator: {str(error).splitlines()[0]}",
-            "give what random_state(), or torch.Generator().get_state(), returned",
+            f"give what random_state(), or torch.Generator({device.removeprefix(', ')}).get_state(), returned",
         ) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from gpumux.errors import ConfigError, JobClosed
 from gpumux.fuse import arguments, zeros
 from gpumux.fuse.member import STREAM, ArrayMemory, Member, key_of, keys_of
 from gpumux.fuse.proof import ProgramRunner
-from gpumux.fuse.template import Decision, Fused, stream_bytes
+from gpumux.fuse.template import GPU_STREAM_BYTES, Decision, Fused, stream_bytes
 from gpumux.fuse.variants import Options, Variant, Variants
 from gpumux.notebook import facts_table
 from gpumux.program.ir import Program
@@ -56,7 +57,7 @@ def restore(array: BaseArray, path: str | Path, model: int | None) -> None:
         )
     before = {b: array.state_dict(b) for b in targets}
     for b, state in zip(targets, states, strict=True):
-        arguments.check_random_state(state["random"])
+        arguments.check_random_state(state["random"], array.on_gpu)
         here, there = (_shapes(found["model"]) for found in (before[b], state))
         if here != there:
             name = next(iter(dict(here.items() ^ there.items())))
@@ -167,6 +168,17 @@ class _Made:
     optimizers: list[Any]
 
 
+def _stream(seed: int | None, gpu: bool) -> torch.Tensor:
+    """The state of a random generator that begins at `seed`. None: of torch's default one; on a GPU at a seed made of
+    its state, which differs between models though they were not seeded."""
+    if not gpu:
+        return torch.default_generator.get_state() if seed is None else torch.Generator().manual_seed(seed).get_state()
+    if seed is None:
+        state = torch.default_generator.get_state().numpy().tobytes()
+        seed = int.from_bytes(hashlib.sha256(state).digest()[:8], "little")
+    return torch.frombuffer(bytearray(seed.to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)
+
+
 class BaseArray(ABC):
     """Base of arrays: the models, their state in `_memory`, and the Programs of all of them."""
 
@@ -259,10 +271,7 @@ class BaseArray(ABC):
             raise
         if not isinstance(made, tuple) or len(made) != 3:
             raise ConfigError(f"factory({config!r}) is no tuple of three", "return (step, model, optimizer)")
-        stream = (
-            torch.default_generator.get_state() if seed is None else torch.Generator().manual_seed(seed).get_state()
-        )
-        return _Made(config, made, stream, several(made[2], torch.optim.Optimizer, "optimizer"))
+        return _Made(config, made, _stream(seed, self.on_gpu), several(made[2], torch.optim.Optimizer, "optimizer"))
 
     def _join(self, new: _Made) -> None:
         made, stream = new.objects, new.stream
@@ -284,7 +293,7 @@ class BaseArray(ABC):
         self._memory = self._memory.with_one()
         self._memory.line(STREAM, stream_bytes())
         model = len(self._members) - 1
-        self._memory.part(STREAM, model).copy_(stream)
+        self._stream_of(model).copy_(stream)
         self._push(model)
 
     def add(self, config: Any, seed: int | None = None) -> int:
@@ -447,19 +456,30 @@ class BaseArray(ABC):
         self._send()
 
     def random_state(self, model: int) -> torch.Tensor:
-        """State of a model's random generator, as torch.Generator.get_state gives it."""
+        """State of a model's random generator, as torch.Generator.get_state gives it, of a GPU's if the array trains on
+        one."""
         index = self._index(model)
         self._fetch()
-        return self._memory.part(STREAM, index).clone()
+        return self._stream_of(index).clone()
 
     def set_random_state(self, model: int, state: torch.Tensor) -> None:
         """Set a model's random generator. Raises ConfigError for an invalid state; nothing is set then."""
         self._check_open()
         index = self._index(model)
-        arguments.check_random_state(state)
+        arguments.check_random_state(state, self.on_gpu)
         self._fetch()
-        self._memory.part(STREAM, index).copy_(state)
+        self._stream_of(index).copy_(state)
         self._send()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the models train on a GPU."""
+        return self._devices[1] == "cuda"
+
+    def _stream_of(self, index: int) -> torch.Tensor:
+        """The state of a model's random generator, in the array's memory."""
+        part = self._memory.part(STREAM, index)
+        return part[:GPU_STREAM_BYTES] if self.on_gpu else part
 
     def _copy_to_local(self, member: Member) -> None:
         """Copy the state to a local model that is about to be read."""

@@ -123,8 +123,10 @@ def submit_array(
     resume: name of an array of yours whose client is gone, or closed it with keep=True. It must have as many models,
         in the same order, as when it was kept (after the last add() or remove()). The state of the models that the
         factory makes is overwritten, random streams included, and `array.resumed_steps` is the number of steps before.
-    choose: by default "measured" for a CPU (in this process, with as many threads as torch has here), "fused" for a
-        GPU.
+    choose: by default "measured" for a CPU (in this process, with as many threads as torch has here). "fused" for a
+        GPU, and verified in this process; "measured" is refused there.
+    seeds: on a GPU each model's draws are those of the plain loop after torch.cuda.manual_seed(seed). Without them a
+        stream begins at a seed made of the state of torch's generator when the factory returned.
     cluster: refused. add() and remove() make another job at the same daemon, and a coordinator might place that
         elsewhere, or have the array wait for devices with its job closed.
 
@@ -143,8 +145,14 @@ def submit_array(
     array: ArrayJob | None = None
     try:
         devices = devices_of(session)
-        how = choose or ("measured" if devices[1] == "cpu" else "fused")
-        options = Options(how, per_model_operators, times_file, partial)
+        on_gpu = devices[1] == "cuda"
+        if choose == "measured" and on_gpu:
+            raise ConfigError(
+                'choose="measured" times operators in this process, and the daemon has a GPU',
+                'leave it out, or say "fused"',
+            )
+        how = choose or ("fused" if on_gpu else "measured")
+        options = Options(how, per_model_operators, times_file, partial, verified=on_gpu)
         job_options = _JobOptions(session.endpoint, spec, max_variants, replay_bytes, reconnect_s)
         array = ArrayJob(
             factory, configs, example, seeds=seeds, name=name, devices=devices, options=options, job_options=job_options

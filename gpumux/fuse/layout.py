@@ -160,7 +160,10 @@ class Placements:
         if found is None:
             self._make_model_major(view.storage)
             found = self._stacked(view)
-        assert found is not None
+        if found is None:
+            raise Declined(
+                "a tensor of no declared bytes can't be stacked"
+            )  # cuDNN's, whose size its kernel alone knows
         return found
 
     def one_of(self, view: View, model: int) -> torch.Tensor:

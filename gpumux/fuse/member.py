@@ -60,7 +60,7 @@ class Member:
         self._zeros = zeros.places(self.table.optimizers)
         self._structures: dict[Structure, Structure] = {}
         self._lost: dict[int, Place] = {}
-        tracer = Tracer(self.table, operators.is_allowed, by_device=False)  # arrays are made of the CPU's operators
+        tracer = Tracer(self.table, operators.is_allowed)
         structure, host = from_local(self.table)
         self.state = State(self._intern(structure), host, frozenset(i for i, _ in structure.kept))
         self.guard = StalenessHooks(_words(name), self.table, _Source(self))

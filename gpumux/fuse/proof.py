@@ -24,6 +24,7 @@ import torch
 from torch import _C
 
 from gpumux.device.cpu.program import LoadedProgram
+from gpumux.device.run import gpu_operators
 from gpumux.device.run.operands import SlotOperands, allocate
 from gpumux.errors import NotFusible
 from gpumux.fuse.emit import FusionEmitter
@@ -451,7 +452,8 @@ def _ran(fused: Fused, values: Sequence[Sequence[float | int]], perturbed: bool 
     batch = len(program.inputs) - len(fused.tables)
     for target, rows in zip(runner.inputs[batch:], numbers(fused, values), strict=True):
         target.copy_(rows)
-    results = runner.run([values[model][index] for model, index in fused.scalars])
+    with gpu_operators.on_the_cpu(program):
+        results = runner.run([values[model][index] for model, index in fused.scalars])
     typed = [_typed(b, dtypes[slot]) for b, (slot, _) in zip(buffers, slots, strict=True)]
     return {f"result {i} of the step": each for i, each in enumerate(results)} | {
         f"tensor {i} of the state": each for i, each in enumerate(typed)

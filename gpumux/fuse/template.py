@@ -262,5 +262,9 @@ def numbers(fused: Fused, values: Sequence[Sequence[float | int]]) -> list[torch
 
 @cache
 def stream_bytes() -> int:
-    """Bytes of the state of a CPU random generator."""
+    """Bytes of the state of a CPU random generator. A GPU's takes the first GPU_STREAM_BYTES of as many, so that a
+    fused Program does not depend on where it runs."""
     return int(torch.default_generator.get_state().numel())
+
+
+GPU_STREAM_BYTES = 16  # as torch.Generator("cuda").get_state() has them: the seed, and how much was drawn

@@ -79,8 +79,7 @@ def fuse_measured(
     per_model: Collection[str], times: Times,
 ) -> MeasuredFusion:  # fmt: skip
     """The fastest of three Programs: everything fused, every operator once a model, and the cheapest mix by `times`.
-    It is verified against the second on synthetic numbers, for the first models alone where all take much memory.
-    Raises NotFusible."""
+    It is verified against the second. Raises NotFusible."""
 
     def made(choose: Choose, template: Template = template) -> tuple[Fuser, Fused]:
         emitter = FusionEmitter(template.program.device)
@@ -104,14 +103,24 @@ def fuse_measured(
         found, best = each[1], wholes["each"]
     times.save()
     if found is not each[1]:
-        few = first_models(template, PROVEN_MODELS)
-        small = few is template or proof.most_bytes((found.program, each[1].program)) <= proof.SMALL_BYTES
-        fewer = found if small else made(chosen or "fused", few)[1]
-        if small or [d.how for d in fewer.decisions] != [d.how for d in found.decisions]:
-            proof.check(found, each[1], values)  # how an operator can run may depend on how many models there are
-        else:
-            proof.check(fewer, made("per-model", few)[1], values[: few.models])
+        _verify(template, values, found, each[1], lambda choose, few: made(choose or chosen or "fused", few)[1])
     return MeasuredFusion(replace(found, decisions=_with_times(found.decisions, timed)), (best, wholes["each"]))
+
+
+def _verify(
+    template: Template, values: Sequence[Sequence[float | int]], found: Fused, each: Fused,
+    made: Callable[[Choose | None, Template], Fused],
+) -> None:  # fmt: skip
+    """Hold a fused Program against `each`, which runs every operator once a model, on synthetic numbers: for the first
+    models alone where all take much memory. `made` fuses fewer models: as `found` was (None), or as told. Raises
+    NotFusible."""
+    few = first_models(template, PROVEN_MODELS)
+    small = few is template or proof.most_bytes((found.program, each.program)) <= proof.SMALL_BYTES
+    fewer = found if small else made(None, few)
+    if small or [d.how for d in fewer.decisions] != [d.how for d in found.decisions]:
+        proof.check(found, each, values)  # how an operator can run may depend on how many models there are
+    else:
+        proof.check(fewer, made("per-model", few), values[: few.models])
 
 
 def without_streams(program: Program) -> Program:
@@ -159,6 +168,7 @@ class Options:
     times_file: InitVar[str | Path | None]
     partial: bool = False
     compile: bool = False
+    verified: bool = False  # also what is fused without measuring is verified before it is used
     times: Times = field(init=False)
 
     def __post_init__(self, times_file: str | Path | None) -> None:
@@ -264,9 +274,17 @@ class Variants:
         options = self._options
         if options.choose != "measured" or template.models == 1:
             how: Literal["fused", "per-model"] = "per-model" if options.choose == "per-model" else "fused"
-            return fuse_template(
-                template, values, batch_per_model=per_model, choose=how, per_model=options.per_model
-            ), None
+
+            def made(choose: Choose | None, template: Template = template) -> Fused:
+                return fuse_template(
+                    template, values[: template.models], batch_per_model=per_model, choose=choose or how,
+                    per_model=options.per_model,
+                )  # fmt: skip
+
+            fused = made(None)
+            if options.verified and how == "fused" and template.models > 1:
+                _verify(template, values, fused, made("per-model"), made)
+            return fused, None
         rules.load()
         found = fuse_measured(
             template, values, batch_per_model=per_model, per_model=options.per_model, times=options.times

@@ -514,6 +514,50 @@ def goes_on(card: Card) -> str:
     return "called and captured: the plain draws, bit for bit"
 
 
+def streams(card: Card) -> str:
+    """Two random streams in one capture, as of two models, replayed twice beside the draws of each by itself; then from
+    a state that was set."""
+    torch = card.torch
+    from gpumux.device.cuda.compute import CudaCompute
+
+    wanted = []
+    for seed in (7, 8):
+        plain = torch.Generator("cuda").manual_seed(seed)
+        wanted.append([torch.rand(1000, device="cuda", generator=plain) for _ in range(2)])
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    compute = CudaCompute(card.gpu, 0)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    pool, made = compute.pool(), []
+    own, generators = compute.generator(1), [compute.generator(seed) for seed in (7, 8)]
+    begun = [generator.get_state() for generator in generators]
+    with _Streams(card) as (low, high), compute.drawing_from(own):
+
+        def draw() -> None:
+            for generator in generators:
+                with compute.drawing_from(generator):
+                    made.append(torch.rand(1000, device="cuda"))
+
+        graph = compute.capture(low, pool, draw, generators=generators)
+        card.until(lambda: card.gpu.idle(low))
+
+        def replayed() -> list[Any]:
+            graph.replay(high)
+            card.until(lambda: card.gpu.idle(high))
+            return [tensor.clone() for tensor in made]
+
+        found = [replayed(), replayed()]
+        for generator, state in zip(generators, begun, strict=True):
+            generator.set_state(state)
+        found.append(replayed())
+        torch.cuda.synchronize()
+        graph.drop()
+    compute.drop_pool(pool)
+    expected = [[each[turn] for each in wanted] for turn in (0, 1, 0)]
+    same = [[bool(torch.equal(a, b)) for a, b in zip(*turn, strict=True)] for turn in zip(found, expected, strict=True)]
+    hold(all(map(all, same)), f"equal to the plain draws, by replay and stream: {same}")
+    return "two streams in one capture: the plain draws of each, also from a state that was set"
+
+
 ASSUMPTIONS: tuple[tuple[str, Callable[[Card], str]], ...] = (
     ("torch shares the context", shared_context),
     ("torch runs on the driver's streams", external_stream),
@@ -523,6 +567,7 @@ ASSUMPTIONS: tuple[tuple[str, Callable[[Card], str]], ...] = (
     ("three graphs share a pool", shared_pool),
     ("steps before a capture use its pool", eager_pool),
     ("draws go on over pieces and replays", draws),
+    ("streams draw on over replays", streams),
     ("products in two captures", products),
     ("lists read a number from memory", numbers),
     ("attention is captured", attention),

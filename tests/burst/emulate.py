@@ -214,7 +214,7 @@ class Gang:
         hooks = StalenessHooks(words, self.table, _Local(self))
         self.functions = [
             StepFunction(
-                step, self.table, Tracer(self.table, operators.is_allowed, by_device=False), hooks,
+                step, self.table, Tracer(self.table, operators.is_allowed), hooks,
                 intern=self._intern, over=over or BurstSplitter(placement), clients_generator=True,
             )
             for step in steps

@@ -3,7 +3,8 @@
 One thread makes all captures, one at a time: torch registers the default generator with every capture, and cuBLAS
 workspaces belong to a thread and a stream. So each job has a capture stream of its own. Workspaces are dropped before
 and after each capture, so that they lie in the job's own pool. The default generator is the job's while its operators
-run.
+run, and one of its random streams' while an operator runs that names the stream. The generators of streams are
+registered with a capture, so that a replay advances each by what its operators draw.
 """
 
 from __future__ import annotations
@@ -64,9 +65,12 @@ class Compute(Protocol):
     def drop_pool(self, pool: Any) -> None:
         """Release the pool. Its memory is given back by the first `trim` after its last graph was dropped."""
 
-    def capture(self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True) -> CapturedGraph:
+    def capture(
+        self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True, generators: Sequence[Any] = ()
+    ) -> CapturedGraph:
         """Capture the operators that `body` calls as one graph, without running them. `draws`: one of them may draw
-        random numbers. Raises what `body` raises, and JobFailed."""
+        random numbers; `generators`: those from which some draw, beside the one that all are called with. Raises what
+        `body` raises, and JobFailed."""
 
     def kernels(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
         """Returns `call(*arguments)`. `call` launches kernels of its own, which torch's dispatch does not see."""
@@ -212,7 +216,9 @@ class CudaCompute:
             torch._C._cuda_releasePool(self.device.index, before)
         return pool.handle
 
-    def capture(self, stream: int, pool: _Pool, body: Callable[[], None], *, draws: bool = True) -> CapturedGraph:
+    def capture(
+        self, stream: int, pool: _Pool, body: Callable[[], None], *, draws: bool = True, generators: Sequence[Any] = ()
+    ) -> CapturedGraph:
         # Not the context manager torch.cuda.graph: it synchronises the device and empties the cache first.
         handle = self._usable(pool)
         graph = torch.cuda.CUDAGraph()
@@ -220,7 +226,7 @@ class CudaCompute:
         try:
             with self.on(stream):
                 try:
-                    _begin_capture(graph, handle)
+                    _begin_capture(graph, handle, generators)
                 except RuntimeError:
                     self._undo(graph, pool, begun=False)
                     raise
@@ -305,10 +311,12 @@ def _works(call: Callable[..., object], *arguments: Any) -> bool:
     return True
 
 
-def _begin_capture(graph: Any, handle: Any | None) -> None:
+def _begin_capture(graph: Any, handle: Any | None, generators: Sequence[Any] = ()) -> None:
     # Not in inference mode: there torch before 2.13 makes the memory of a generator's position such that only inference
     # mode may write to it, and the thread that launches is not in it.
     with torch.inference_mode(False):
+        for generator in generators:  # the default one, which torch registers itself, is the job's
+            graph.register_generator_state(generator)
         graph.capture_begin(pool=handle, capture_error_mode="thread_local")
 
 

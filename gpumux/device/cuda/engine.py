@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
@@ -34,7 +34,7 @@ from gpumux.device.run.schedule import LoadCommand, TransferCommand
 from gpumux.device.run.schema import CurrentNumerics
 from gpumux.errors import AdmissionRefused, DeviceLost, GpumuxError, JobFailed, ProgramError
 from gpumux.program.codec import decode
-from gpumux.program.ir import Numerics, aligned, gates
+from gpumux.program.ir import Numerics, Program, aligned, gates
 from gpumux.program.profile import dumps
 from gpumux.types import GENERATOR_BYTES, Priority
 
@@ -136,15 +136,16 @@ class Engine:
                     compute=self._compute,
                     copies=self._copies,
                 )
+                streams = _streams(job, program, load.binding, self._compute)
             begins = gates(program)
             high = job.spec.priority is Priority.HIGH
             whole = None
             if program.kind == "compiled":
                 self._set_up_compiler()
-                runner: OperatorRunner = (compiled := CompiledRunner(program, operands, self._compute))
+                runner: OperatorRunner = (compiled := CompiledRunner(program, operands, self._compute, streams))
                 whole = compiled.units
             else:
-                runner = OperatorRunner(program, operands, self._compute)
+                runner = OperatorRunner(program, operands, self._compute, streams)
             transient = max(load.transient, runner.transient_bytes())
             if transient > load.room:
                 raise AdmissionRefused(
@@ -279,6 +280,7 @@ class Engine:
                             f"the transfer's segment has {move.nbytes} bytes, too few for its buffers", "make it larger"
                         )
                     self._move(base + at, buffer.data_ptr(), buffer.numel(), stream, move.into_device)
+                    _move_streams(job, index, memory, at, move.into_device)
                     at += aligned(buffer.numel())
         finally:
             move.held.close()
@@ -310,6 +312,7 @@ class Engine:
         if job.pool is not None:
             self._compute.drop_pool(job.pool)
         job.pool = job.generator = None
+        job.streams.clear()
         if job.capture_stream:
             self._capture_streams.setdefault(job.capture_class, []).append(job.capture_stream)
             job.capture_stream = 0
@@ -399,6 +402,55 @@ class Engine:
                 self._driver.copy_out(self._chunk.address, address + start, size, stream)
                 wait(self._driver, stream)
                 ctypes.memmove(memory + start, self._chunk.address, size)
+
+
+# ---- Random streams: generators whose states are part of the job's state, one for each model of an array.
+#
+# While the job runs, the state of a stream is that of its generator, which the host advances at each launch. It comes
+# from the buffer when a program is loaded that names it for the first time, and with every transfer of that buffer to
+# the GPU; transfers from there take it along. Kernels never touch these bytes.
+
+
+def _streams(job: CudaJob, program: Program, binding: Sequence[int], compute: Compute) -> dict[int, Any]:
+    """The generators of a program's random streams, by the view of their state. Raises ProgramError, JobFailed."""
+    found: dict[int, Any] = {}
+    for index in dict.fromkeys(op.stream for op in program.ops if op.stream is not None):
+        view = program.views[index]
+        key = binding[program.storages[view.storage].slot], view.offset
+        if key not in job.streams:
+            generator = compute.generator(0)
+            nbytes = int(generator.get_state().numel())
+            if view.size[0] < nbytes:
+                raise ProgramError(
+                    f"a random stream has {view.size[0]} bytes, and a generator's state on this GPU has {nbytes}",
+                    "submit from gpumux's own client",
+                )
+            _set_state(generator, _buffer(job, key[0])[view.offset : view.offset + nbytes].cpu())
+            job.streams[key] = generator
+        found[index] = job.streams[key]
+    return found
+
+
+def _move_streams(job: CudaJob, buffer: int, memory: mmap.mmap, at: int, into_device: bool) -> None:
+    """What a transfer of a buffer, which lies at `at` of its segment, means for the streams whose states it holds."""
+    for (index, offset), generator in job.streams.items():
+        if index != buffer:
+            continue
+        state, start = generator.get_state(), at + offset
+        if into_device:
+            _set_state(generator, torch.frombuffer(bytearray(memory[start : start + state.numel()]), dtype=torch.uint8))
+        else:
+            memory[start : start + state.numel()] = state.numpy().tobytes()
+
+
+def _set_state(generator: Any, state: torch.Tensor) -> None:
+    try:
+        generator.set_state(state)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise JobFailed(
+            f"these bytes are no state of a generator of this GPU: {first_lines(error)}",
+            "set what random_state() of an array on a GPU returned",
+        ) from error
 
 
 def _buffer(job: CudaJob, index: int) -> torch.Tensor:

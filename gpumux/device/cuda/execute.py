@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -36,11 +36,15 @@ class CudaFrame:
 
 
 class OperatorRunner:
-    """Runs ranges of a program's operators. The constructor raises ProgramError for what the device can't run."""
+    """Runs ranges of a program's operators. `streams`: the generators of random streams, by the view of their state.
+    The constructor raises ProgramError for what the device can't run."""
 
-    def __init__(self, program: Program, operands: CudaOperands, compute: Compute) -> None:
+    def __init__(
+        self, program: Program, operands: CudaOperands, compute: Compute, streams: Mapping[int, Any] | None = None
+    ) -> None:
         self.program = program
         self._operands, self._compute = operands, compute
+        self._streams = dict(streams or {})
         for index, op in enumerate(program.ops):
             operators.refuse_uncapturable(index, op)
         self._calls = [operators.call(index, op, compute.supports) for index, op in enumerate(program.ops)]
@@ -147,7 +151,18 @@ class OperatorRunner:
             keywords["device"] = device
         return arguments, keywords
 
+    def generators(self, start: int, stop: int) -> list[Any]:
+        """The generators of the random streams that operators start..stop-1 draw from, each once."""
+        found = dict.fromkeys(op.stream for op in self.program.ops[start:stop] if op.stream is not None)
+        return [self._streams[view] for view in found]
+
     def _call(self, frame: CudaFrame, index: int, op: Op, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        if op.stream is None:
+            return self._drawn(frame, index, op, arguments, keywords)
+        with self._compute.drawing_from(self._streams[op.stream]):
+            return self._drawn(frame, index, op, arguments, keywords)
+
+    def _drawn(self, frame: CudaFrame, index: int, op: Op, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         if op.random is None or op.random not in self._kept:
             return self._calls[index](*arguments, **keywords)
         drawn = frame.drawn.get(op.random)
@@ -220,8 +235,10 @@ class CompiledRunner(OperatorRunner):
     """Runs ranges of whole units. Call `compile_next` until it returns False. The constructor raises ProgramError for
     what the device can't run or compile."""
 
-    def __init__(self, program: Program, operands: CudaOperands, compute: Compute) -> None:
-        super().__init__(program, operands, compute)
+    def __init__(
+        self, program: Program, operands: CudaOperands, compute: Compute, streams: Mapping[int, Any] | None = None
+    ) -> None:
+        super().__init__(program, operands, compute, streams)
         inductor.find_compiler(compute.device.type)
         self.units: tuple[Unit, ...] = units(program, inductor.uncompilable(program, self._live))
         self._compiled: dict[int, tuple[inductor.Compiled, list[torch.Tensor]]] = {}  # by their first operator

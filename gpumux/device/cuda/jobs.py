@@ -70,6 +70,7 @@ class CudaJob(DeviceJob):
     unmerged: set[ProgramId] = field(default_factory=set)  # programs that can't be captured as a whole
     profiling: deque[ProgramId] = field(default_factory=deque)  # programs whose operator times were asked for
     generator: Any = None
+    streams: dict[tuple[int, int], Any] = field(default_factory=dict)  # generators, by buffer and offset of their state
     pool: Any = None
 
     def captures(self, program: ProgramId) -> bool:

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpumux.device.run.gpu_operators import SUMS_ROW
+
 aten = torch.ops.aten
 MATH, FLASH, EFFICIENT, CUDNN = range(4)  # as torch numbers its backends of attention
-SUMS_ROW = 32  # efficient attention's rows of sums, in elements
 MAX_HEAD = 128  # elements of a head up to which every kernel has a backward on every card
 
 

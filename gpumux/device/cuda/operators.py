@@ -647,12 +647,6 @@ def kept_draws(program: Program) -> frozenset[int]:
     for index, op in enumerate(program.ops):
         if op.random is None:
             continue
-        if op.stream is not None:
-            raise ProgramError(
-                f"operator {index} ({op.target}) draws from a random stream of its own, which captured graphs"
-                " can't yet",
-                "train models that draw (dropout) as jobs of their own, or use --device cpu",
-            )
         before = first.setdefault(op.random, index)
         if before == index:
             continue

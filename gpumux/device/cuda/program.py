@@ -12,7 +12,7 @@ each of them, so each piece of a step may run on another share (`recapture`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -312,8 +312,7 @@ class CudaProgram:
         """Capture operators start..stop-1 as one piece. Raises JobFailed."""
         if start == stop and not (stop == len(self.program.ops) and self.program.results):
             return None
-        draws = self._draws(start, stop)
-        return self._compute.capture(stream, pool, lambda: self._runner.run(frame, start, stop), draws=draws)
+        return self._captured(start, stop, stream, pool, lambda: self._runner.run(frame, start, stop))
 
     def instrument(
         self, frame: CudaFrame, start: int, stop: int, stream: int, pool: Any
@@ -334,7 +333,7 @@ class CudaProgram:
             mark()
 
         try:
-            return self._compute.capture(stream, pool, body, draws=self._draws(start, stop)), events
+            return self._captured(start, stop, stream, pool, body), events
         except BaseException:
             for event in events:
                 self.driver.destroy_event(event)
@@ -353,11 +352,12 @@ class CudaProgram:
 
         if start == stop and not (stop == len(self.program.ops) and self.program.results):
             return None
-        return self._compute.capture(stream, pool, body, draws=self._draws(start, stop))
+        return self._captured(start, stop, stream, pool, body)
 
-    def _draws(self, start: int, stop: int) -> bool:
-        """Whether one of these operators draws random numbers."""
-        return any(op.random is not None for op in self.program.ops[start:stop])
+    def _captured(self, start: int, stop: int, stream: int, pool: Any, body: Callable[[], None]) -> CapturedGraph:
+        draws = any(op.random is not None for op in self.program.ops[start:stop])
+        generators = self._runner.generators(start, stop)
+        return self._compute.capture(stream, pool, body, draws=draws, generators=generators)
 
     def frame(self) -> CudaFrame:
         return self._runner.frame()

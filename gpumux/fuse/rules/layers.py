@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -339,6 +340,7 @@ per_model(
 )
 per_model("its kernel takes one matrix", "_pdist_forward", "_pdist_backward")
 per_model("oneDNN takes the layers of one LSTM", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
+per_model("cuDNN takes the layers of one model", "_cudnn_rnn", "_cudnn_rnn_backward")
 
 
 # ---- Embedding tables stacked by rows: [B*V, D], with each model's indices shifted by V (HFTA, table 6).
@@ -422,17 +424,48 @@ class Batch:
         return self.pack(tensor.expand(-1, self.lead[1 - self.order.index(0)], *tensor.shape[2:]))
 
 
-def _merged(call: Call) -> tuple[Batch, dict[str, Any]]:
-    batch = Batch(call)
-    tensors = {name: v for name, v in call.args.items() if isinstance(v, Operand) and name != "attn_mask"}
-    changes: dict[str, Any] = {name: batch.pack(operand.all()) for name, operand in tensors.items()}
-    return batch, changes | {"attn_mask": batch.mask(call["attn_mask"])}
+def _packed(call: Call, batch: Batch, other: frozenset[str]) -> dict[str, Any]:
+    """The operands but for `other`, with models merged into the batch."""
+    tensors = {name: v for name, v in call.args.items() if isinstance(v, Operand) and name not in other}
+    return {name: batch.pack(operand.all()) for name, operand in tensors.items()}
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
 def flash_for_cpu(call: Call) -> Any:
-    batch, changes = _merged(call)
+    batch = Batch(call)
+    changes = _packed(call, batch, frozenset({"attn_mask"})) | {"attn_mask": batch.mask(call["attn_mask"])}
     return tuple(batch.unpack(made) for made in call.invoke(changes))
+
+
+@rule("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward")
+def efficient_attention(call: Call) -> Any:
+    """Attention with a mask, as it is traced for a GPU. Without dropout the seed and the offset of its random numbers
+    have no meaning, and are the same for all models."""
+    if call["dropout_p"]:
+        raise Declined("it drops what the model's own forward has drawn")
+    batch = Batch(call)
+    seeds = {name: operand.of(0) for name in ("philox_seed", "philox_offset") if (operand := call.args.get(name))}
+    changes = _packed(call, batch, frozenset(seeds)) | seeds
+    if call["attn_bias"] is not None:
+        changes["attn_bias"] = _in_rows(changes["attn_bias"], call["attn_bias"].of(0).stride())
+    made = call.invoke(changes)
+    if seeds:
+        return tuple(None if tensor is None else batch.unpack(tensor) for tensor in made)
+    out, sums, *drawn = made
+    return batch.unpack(out), batch.unpack(sums), *(one.expand(call.models, *one.shape) for one in drawn)
+
+
+def _in_rows(mask: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """A packed mask whose rows lie as far apart as one model's, of these strides: the kernel wants them aligned."""
+    if mask.stride()[-2:] == tuple(strides[-2:]):
+        return mask
+    columns, pitch = mask.shape[-1], strides[-2]
+    if strides[-1] != 1 or pitch < columns:
+        raise Declined("the rows of its mask lie otherwise than in order")
+    return torch.nn.functional.pad(mask, (0, pitch - columns))[..., :columns]
+
+
+per_model("it drops what the model's own forward has drawn", "_scaled_dot_product_efficient_attention_backward")
 
 
 # ---- Convolutions, transposed or not, of one, two or three dimensions (HFTA, table 6).

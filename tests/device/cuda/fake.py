@@ -8,13 +8,15 @@ not show how long work takes, kernels that run at once, or memory that a capture
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -307,6 +309,38 @@ class _Opaque:
 _WINDOWS = (torch.ops.aten.empty.memory_format, torch.ops.aten.detach.default)
 
 
+class FakeGenerator:
+    """A generator whose state is, as a GPU's, a seed and how much was drawn. It draws what the CPU's of this seed
+    does, as long as its states are those that a generator of this process has had."""
+
+    _known: ClassVar[dict[tuple[int, int], torch.Tensor]] = {}  # the CPU's states
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._offset = seed, 0
+        self._known.setdefault((seed, 0), torch.Generator().manual_seed(seed).get_state())
+
+    def get_state(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(struct.pack("<Qq", self._seed, self._offset)), dtype=torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        seed, offset = struct.unpack("<Qq", state.numpy().tobytes())
+        if offset < 0 or offset % 4:
+            raise RuntimeError("offset must be a multiple of 4")
+        self._seed, self._offset = seed, offset
+        other = torch.Generator().manual_seed(seed if offset == 0 else hash((seed, offset)))
+        self._known.setdefault((seed, offset), other.get_state())
+
+    def begin(self) -> None:
+        torch.default_generator.set_state(self._known[self._seed, self._offset])
+
+    def end(self) -> None:
+        """It is not advanced by what was only captured."""
+        after = torch.default_generator.get_state()
+        if not torch.equal(after, self._known[self._seed, self._offset]):
+            self._offset += 4
+            self._known[self._seed, self._offset] = after
+
+
 class FakeGraph:
     def __init__(self, compute: FakeCompute, calls: list[Any], generator: Any, partition: int) -> None:
         self._compute, self._calls, self._generator = compute, calls, generator
@@ -355,7 +389,9 @@ class FakeCompute:
         self._on = 0
         self.trims = 0
         self.before_capture: Callable[[], None] = lambda: None
-        self._generator: Any = None
+        self._thread = threading.local()
+        self._capturing_thread = 0
+        self._registered: Sequence[FakeGenerator] = ()
         self._capturing = threading.Lock()
 
     def enter(self) -> None:
@@ -370,21 +406,45 @@ class FakeCompute:
         self._on = stream
         yield
 
-    def generator(self, seed: int) -> Any:
-        return torch.Generator().manual_seed(seed)
+    def generator(self, seed: int) -> FakeGenerator:
+        return FakeGenerator(seed)
 
     @contextmanager
-    def drawing_from(self, generator: Any) -> Iterator[None]:
+    def drawing_from(self, generator: FakeGenerator) -> Iterator[None]:
         # Two jobs that draw at the same time would mix here: torch's CPU has one default generator for all threads.
-        before, outer = torch.default_generator.get_state(), self._generator
-        torch.default_generator.set_state(generator.get_state())
-        self._generator = generator
+        captured = self.driver.captured if self._captures() else None
+        if captured is None:
+            self._enter(generator)
+        else:  # a replay draws from it, and not this capture
+            if generator not in self._registered:
+                broken_rules.append("it draws from a generator that the graph was not told of")
+            captured.append(partial(self._enter, generator))
         try:
             yield
         finally:
-            generator.set_state(torch.default_generator.get_state())
-            torch.default_generator.set_state(before)
-            self._generator = outer
+            if captured is None:
+                self._leave()
+            else:
+                captured.append(self._leave)
+
+    def _enter(self, generator: FakeGenerator) -> None:
+        self._entered().append((torch.default_generator.get_state(), generator))
+        generator.begin()
+
+    def _leave(self) -> None:
+        before, generator = self._entered().pop()
+        generator.end()
+        torch.default_generator.set_state(before)
+
+    def _entered(self) -> list[tuple[torch.Tensor, FakeGenerator]]:
+        """The generators that this thread draws from, innermost last, and the state before each."""
+        if not hasattr(self._thread, "entered"):
+            self._thread.entered = []
+        found: list[tuple[torch.Tensor, FakeGenerator]] = self._thread.entered
+        return found
+
+    def _captures(self) -> bool:
+        return self._capturing_thread == threading.get_ident()
 
     def pool(self) -> Any:
         self.pools += 1
@@ -400,7 +460,9 @@ class FakeCompute:
     def drop_pool(self, pool: Any) -> None:
         self.held.remove(pool)
 
-    def capture(self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True) -> FakeGraph:
+    def capture(
+        self, stream: int, pool: Any, body: Callable[[], None], *, draws: bool = True, generators: Sequence[Any] = ()
+    ) -> FakeGraph:
         assert self._capturing.acquire(blocking=False), "two captures at once"
         assert pool in self.held
         self.captures.append((stream, pool))
@@ -409,18 +471,19 @@ class FakeCompute:
             self.before_capture()
             recording, drawn = Recording(), torch.default_generator.get_state()
             try:
-                self.driver.captured, self.recorder = recording.calls, recording
+                self.driver.captured, self.recorder, self._registered = recording.calls, recording, generators
+                self._capturing_thread = threading.get_ident()
                 with recording:
                     body()
                 if not draws and not torch.equal(torch.default_generator.get_state(), drawn):
                     broken_rules.append("it draws, and is launched without torch: each replay draws the same")
             finally:
-                self.driver.captured = None
+                self.driver.captured, self._capturing_thread = None, 0
                 recording.undo()
                 torch.default_generator.set_state(drawn)
         finally:
             self._capturing.release()
-        graph = FakeGraph(self, recording.calls, self._generator, self.driver.streams[stream].partition)
+        graph = FakeGraph(self, recording.calls, self._entered()[-1][1], self.driver.streams[stream].partition)
         self.graphs.append(graph)
         return graph
 

@@ -20,8 +20,8 @@ START_S = 120.0
 
 
 @contextmanager
-def serving(code: int = 0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run a daemon, which has to end with exit code `code`."""
+def serving(code: int = 0, keeps: bool = False) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run a daemon, which has to end with exit code `code`. `keeps`: it keeps the state of jobs."""
     with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
         endpoint = f"ipc://{directory}/gpumux.sock"
         command = [
@@ -32,6 +32,7 @@ def serving(code: int = 0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
             endpoint,
             "--metrics-port",
             "-1",
+            *(["--state-dir", f"{directory}/state"] if keeps else []),
         ]
         log = Path(directory) / "log"
         with log.open("w") as stderr:

@@ -32,10 +32,16 @@ class Graph:
     drawing = True
 
     def __init__(self) -> None:
-        self._captured = False
+        self._captured = self._begun = False
+        self.generators: list[Any] = []
+
+    def register_generator_state(self, generator: Any) -> None:
+        assert not self._begun, "a capture advances those that were registered before it began"
+        self.generators.append((generator, torch.empty(1)))  # the memory of its position
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
+        self._begun = True
         Graph.drawing = False
         self._pool = pool or (id(self), 0)
         if self._pool in Graph.recorded:
@@ -66,7 +72,8 @@ class Graph:
     def replay(self) -> None:
         if self.fails:
             raise RuntimeError(self.fails)
-        self._offset.fill_(1)
+        for offset in (self._offset, *(offset for _, offset in self.generators)):
+            offset.fill_(1)
 
 
 @pytest.fixture
@@ -134,6 +141,15 @@ def test_a_graph_is_replayed_by_a_thread_that_is_not_in_inference_mode(
     assert modes == [True]
     graph.replay(next(iter(gpu.streams)))
     assert given_back == []
+
+
+def test_a_replay_advances_the_generators_that_its_operators_draw_from(
+    capture: Callable[..., Any], gpu: FakeDriver
+) -> None:
+    generators = [object(), object()]
+    graph = capture(generators=generators)
+    assert [generator for generator, _ in graph._graph.generators] == generators
+    graph.replay(next(iter(gpu.streams)))
 
 
 def test_a_capture_that_cant_be_ended_leaves_torch_as_it_was(
