@@ -551,6 +551,12 @@ class Array(BaseArray):
         options = Options(choose, per_model_operators, times_file, partial, compile)
         super().__init__(factory, configs, example, seeds=seeds, max_variants=max_variants, name=name, options=options)
         try:
+            for member in self._members:
+                if member.table.gpu:
+                    raise ConfigError(
+                        f"the models lie on {member.table.home}, and an Array trains in this process, on the CPU",
+                        "train them by client.submit_array on a daemon of that GPU, or keep them on the CPU",
+                    )
             self._capture()
             self._variants.check_operators()
         except BaseException:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpumux.capture.state import StateTable
 from gpumux.errors import ConfigError, LocalWrite, NotFusible
 from tests.fuse.serial import Config, array_of, batches, check, configs, relative_difference, training, ways
 from tests.threads import one_thread
@@ -299,3 +300,9 @@ def test_what_an_array_can_not_be_made_of():
             array.step(DATA[0][0], per_model=True)
         with pytest.raises(ConfigError, match="no model 3"):
             array.state_dict(3)
+
+
+def test_models_on_a_gpu_are_refused_and_the_way_to_train_them_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(StateTable, "gpu", True)
+    with pytest.raises(ConfigError, match=r"trains in this process, on the CPU.*by client.submit_array"):
+        array_of(training(lambda: nn.Linear(5, 4)), configs(), batches(6, 5)[0])
