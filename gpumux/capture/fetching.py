@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
 import threading
 import weakref
 from collections import defaultdict
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, tee
 from multiprocessing.reduction import ForkingPickler
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -392,7 +394,10 @@ _hooking = threading.RLock()  # reentrant, because the collector may call `watch
 
 
 def before_forward(module: torch.nn.Module, args: Any) -> None:
-    """The global hook: fetch before a module chooses its path."""
+    """The global hook: fetch before a module chooses its path. In what torch.compile traces it does nothing:
+    `_before_compiled` has fetched."""
+    if torch.compiler.is_compiling():
+        return
     for ref in list(_behind):
         handler = ref()
         if handler is not None and handler.has(module):
@@ -421,6 +426,97 @@ def _hook() -> None:
     elif not _behind and _handle is not None:
         _handle.remove()
         _handle = None
+    if _behind:
+        _watch_compiled()
+
+
+# ---- calls of what torch.compile has compiled
+#
+# Dynamo can't trace a fetch. So what a compiled function may read is fetched before it runs: torch asks at each call,
+# before it looks for compiled code, which compiler is to be used (`_callback_from_stance`), and that question is
+# answered after a fetch.
+
+
+_MOST_LOOKED_AT = 500  # objects; of a function that leads to more, all is taken to be read
+_PLAIN_VALUES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    ModuleType,
+    BuiltinFunctionType,
+    torch.dtype,
+    torch.device,
+)
+
+
+def _watch_compiled() -> None:
+    """Have compiled functions fetch first, once there can be some. Idempotent."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    asked = getattr(frames, "_callback_from_stance", None)
+    if asked is None or hasattr(asked, "fetches"):
+        return
+
+    def answer(callback: Any) -> Any:
+        if _behind and callback not in (False, None):
+            called = sys._getframe(1).f_locals
+            _before_compiled([called.get("fn"), called.get("args"), called.get("kwargs")])
+        return asked(callback)
+
+    answer.fetches = True  # type: ignore[attr-defined]
+    frames._callback_from_stance = answer
+
+
+def _before_compiled(called: list[Any]) -> None:
+    """Fetch what a compiled function and its arguments lead to: closures, globals that are named, attributes, items."""
+    modules, tensors, whole = _reached(called)
+    _fetch([tensor for tensor in tensors if type(tensor) in _plain])
+    for ref in list(_behind):
+        handler = ref()
+        if handler is not None and (not whole or any(map(handler.has, modules))):
+            handler.fetch(frozenset({Part.MODEL}))
+
+
+def _reached(called: list[Any]) -> tuple[list[torch.nn.Module], list[torch.Tensor], bool]:
+    """The modules and tensors that these objects lead to, and whether those are all."""
+    modules: list[torch.nn.Module] = []
+    tensors: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting = called
+    while waiting:
+        value = waiting.pop()
+        if value is None or isinstance(value, _PLAIN_VALUES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if len(seen) > _MOST_LOOKED_AT:
+            return modules, tensors, False
+        if isinstance(value, torch.nn.Module):
+            modules.append(value)
+        elif isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+            named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
+            waiting += [*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            waiting.append(vars(value))
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            waiting += value
+        elif isinstance(value, MethodType):
+            waiting += [value.__self__, value.__func__]
+        else:
+            waiting.append(getattr(value, "__dict__", None))
+    return modules, tensors, True
+
+
+def _names(code: CodeType) -> list[str]:
+    """The names of globals and attributes in a function, and in those that are defined in it."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
+    return [*code.co_names, *inner]
 
 
 HOOKS = torch.nn.modules.module._global_forward_pre_hooks
@@ -506,6 +602,19 @@ def _of_scripted(plain: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _then_watched(compiles: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile, which imports its compiler at the first call."""
+
+    @functools.wraps(compiles)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = compiles(*args, **kwargs)
+        if _behind:
+            _watch_compiled()
+        return made
+
+    return call
+
+
 def install() -> None:
     """Put the replacements in place. Idempotent."""
     global _installed
@@ -521,6 +630,7 @@ def install() -> None:
             if id(plain) in table:
                 _builtins._register_builtin(asking, table[id(plain)])
             setattr(torch, name, asking)
+        torch.compile = _then_watched(torch.compile)
         for name in _METHODS:
             asking = _asking(getattr(torch.Tensor, name))
             setattr(torch.Tensor, name, _named(asking, "torch", f"Tensor.{name}"))

@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -675,6 +676,52 @@ def test_m17_traces_see_the_newest_weights(trace: Any, endpoint: str) -> None:
             s.model.eval()
             out.append(trace(s.model))
             s.model.train()
+        torch._dynamo.reset()
+        return out
+
+    same(script, endpoint)
+
+
+def in_place(module: nn.Module, **options: Any) -> Any:
+    module.compile(backend="eager", **options)
+    return module
+
+
+def through_a_function(module: nn.Module, **options: Any) -> Any:
+    holder = SimpleNamespace(models=[module])
+    return torch.compile(lambda x: holder.models[0](x), backend="eager", **options)
+
+
+def wrapped(module: nn.Module, **options: Any) -> Any:
+    return torch.compile(module, backend="eager", **options)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["compiled later", "compiled before"])
+@pytest.mark.parametrize(
+    ("made_of", "own", "whole_graph"),
+    [
+        (wrapped, False, True), (through_a_function, False, True), (in_place, False, False), (wrapped, True, True),
+        (through_a_function, True, True), (through_a_function, True, False),
+    ],
+)  # fmt: skip
+@pytest.mark.every(5)
+@pytest.mark.filterwarnings("ignore")
+def test_m17_compiled_models_are_called_while_the_state_is_behind(
+    made_of: Any, own: bool, whole_graph: bool, early: bool, endpoint: str
+) -> None:
+    """The job's own model, and one that has nothing to do with it, whose compiler meets the hook on modules."""
+
+    def script(s: Script) -> Any:
+        torch.manual_seed(3)
+        s.model.eval()
+        module = s.model if own else network().eval()
+        compiled = made_of(module, fullgraph=whole_graph) if early else None
+        out = []
+        for i in range(4):
+            s.train(1, i)
+            compiled = compiled or made_of(module, fullgraph=whole_graph)
+            with torch.no_grad():
+                out.append(compiled(X))
         torch._dynamo.reset()
         return out
 
