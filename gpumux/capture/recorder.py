@@ -38,6 +38,7 @@ from gpumux.capture.source import (
 from gpumux.capture.state import share_bytes
 from gpumux.capture.symbols import Expr, Scope, is_lifted, is_symbol
 from gpumux.capture.values.asserted import AssertedValues
+from gpumux.capture.values.conjugates import Conjugates
 from gpumux.capture.values.host import HostTensors
 from gpumux.capture.values.products import refuse_by_values
 from gpumux.capture.values.shapes import KnownShapes
@@ -572,6 +573,7 @@ class Recorder(TorchDispatchMode):
         self.device = torch.device(device)
         self._gpu = gpu
         self.builder = TraceBuilder(scope, tape, allowed, self.device, gpu=gpu)
+        self.conjugates = Conjugates(self.builder.keep, self._device_op, self._lift)
         self._on_host = HostTensors(scope, self.builder.keep)
         self.host = self._on_host.values  # storage -> value of a tracked 0-dim tensor
         self.record = self.builder.record
@@ -761,10 +763,11 @@ class Recorder(TorchDispatchMode):
             )
         if func is aten.lift_fresh.default:
             return self._lift(args[0])
-        if func is aten._conj.default:  # lazy conjugation is only a flag on a view
-            func = aten.conj_physical.default
-        elif func is aten._neg_view.default:
-            func = aten.neg.default
+        if func is aten._conj.default:
+            return self.conjugates.conjugate(args[0])
+        if func is aten._neg_view.default:
+            return self.conjugates.negative(args[0])
+        args, kwargs = self.conjugates.copied(func, (args, kwargs))
         found = leaves((args, kwargs))
         if any(isinstance(leaf, torch.Generator) for leaf in found):
             raise CaptureError(

@@ -514,7 +514,7 @@ class Tracer:
             drawn = fingerprint.random_states()
             try:
                 with (
-                    patched(scope, tape, scaling, self.table.gpu, rec.constant),
+                    patched(scope, tape, scaling, rec.conjugates, gpu=self.table.gpu, constant=rec.constant),
                     autocast_of_a_gpu(self.table.gpu, self.table.home),
                     names_of_devices(self.table.gpu, self.table.home, rec.device),
                     as_on_a_gpu(tape, self.table.gpu, by_device),
