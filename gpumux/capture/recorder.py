@@ -36,7 +36,7 @@ from gpumux.capture.source import (
     values_checked,
 )
 from gpumux.capture.state import share_bytes
-from gpumux.capture.symbols import Expr, Scope, is_lifted, is_symbol
+from gpumux.capture.symbols import Expr, Scope, is_lifted, is_symbol, of_python
 from gpumux.capture.values.asserted import AssertedValues
 from gpumux.capture.values.conjugates import Conjugates
 from gpumux.capture.values.host import HostTensors
@@ -429,7 +429,8 @@ class TraceBuilder:
         if isinstance(fake, (list, tuple)):
             return tuple(self._arg(v, f, takes_scalar, target) for v, f in zip(value, fake, strict=True))
         if fake is None or isinstance(fake, (bool, int, float, str)):
-            return fake
+            plain: Arg = of_python(fake)
+            return plain
         if isinstance(fake, complex):
             return Complex(fake.real, fake.imag)
         if isinstance(fake, torch.dtype):
