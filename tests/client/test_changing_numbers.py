@@ -410,11 +410,13 @@ def test_variants_are_kept_by_use_and_the_fifth_is_worth_a_warning(
     with client.submit(lambda x: x * 2, example=(shapes[0],), endpoint=endpoint) as job:
         function = job._functions[0][0]
         assert isinstance(function, capture.StepFunction)
+        most_used = function._cases[0]
         for i, x in enumerate(shapes):
             job.step(x)
             assert torch.equal(job.step(shapes[0]).result(), shapes[0] * 2)
             assert len(caplog.records) == (i >= 4), "one warning, at the fifth"
         assert len(function._cases) == 6
+        assert function._cases[0] is most_used
         assert "a batch tensor of shape" in caplog.records[0].getMessage()
         assert torch.equal(job.step(shapes[1]).result(), shapes[1] * 2), "what made room is captured again"
         assert programs(job) == len(shapes), "and its Program is still there"
