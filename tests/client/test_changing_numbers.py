@@ -292,6 +292,17 @@ def test_a_number_that_can_be_no_symbol_is_worth_no_warning(endpoint: str, caplo
     assert "as before the call" not in caplog.text
 
 
+def test_a_zero_that_changes_its_sign_alone_has_changed(endpoint: str) -> None:
+    weight = 0.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.copysign(x, torch.full_like(x, weight))
+
+    with client.submit(step, example=(X,), endpoint=endpoint) as job:
+        for weight in (0.0, -0.0):
+            assert torch.equal(job.step(X).result(), step(X))
+
+
 def test_many_lengths_in_a_list(endpoint: str) -> None:
     lists = [[i + k for i in range(40)] for k in range(6)]
 
