@@ -224,6 +224,7 @@ ENV_OTHERS = frozenset(  # the variable for the compiled core (compiled.py), and
         "GPUMUX_CURVE_KEY",
         "GPUMUX_CURVE_SERVER",
         "GPUMUX_GRANT",
+        "GPUMUX_TRACEBACK",
     }
 )
 GIB = 1 << 30

@@ -125,6 +125,11 @@ def test_lists_are_written_with_commas_outside_the_file(tmp_path):
     assert load({"endpoint": ["ipc:///a", "ipc:///b"]}, {}).endpoint == ("ipc:///a", "ipc:///b")
 
 
+def test_variables_for_clients_are_no_settings():
+    environ = {"GPUMUX_TRACEBACK": "full", "GPUMUX_CLUSTER": "auto", "GPUMUX_CURVE_KEY": "key"}
+    assert load({}, environ) == load({}, {})
+
+
 def test_users_whose_jobs_run_as_one_are_sets_of_names_and_numbers(tmp_path):
     told = load({}, {}, written(tmp_path, "[fusion]\nfuse_together = ['root 7', '1000 1001 1002']\n"))
     assert config.users_together(told.fuse_together) == (frozenset({0, 7}), frozenset({1000, 1001, 1002}))

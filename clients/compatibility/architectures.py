@@ -431,6 +431,32 @@ def masked_attention(train: Train) -> Any:
     return [run(*batch) for batch in batches], qkv, head
 
 
+@idiom("rotary embeddings by complex numbers (Llama), of queries and keys that are parts of one projection")
+def complex_rotary_embeddings(train: Train) -> Any:
+    qkv, head = nn.Linear(8, 24), nn.Linear(8, 4)
+    optimizer = torch.optim.Adam([*qkv.parameters(), *head.parameters()], lr=1e-2)
+    angles = torch.outer(torch.arange(16.0), 10.0 ** -torch.linspace(0, 1, 2))
+    turns = torch.polar(torch.ones_like(angles), angles)
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * turns[: x.size(1), None]).flatten(3).type_as(x)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)) for part in qkv(x).split(8, dim=-1))
+        q, k, v = (part.transpose(1, 2) for part in (rotated(q), rotated(k), v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        loss = F.cross_entropy(head(out.mean(1)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    batches = _series()
+    run = train(step, batches[0], model=[qkv, head], optimizer=optimizer)
+    return [run(*batch) for batch in batches], qkv, head
+
+
 class _EinsumAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -25,10 +25,12 @@ from torch.fx.experimental import sym_node
 from torch.nn.parallel import DistributedDataParallel
 
 from gpumux.capture.gpu.loss_scaling import Scaling
-from gpumux.capture.source import by_numbers, reader, user_line
+from gpumux.capture.source import by_numbers, is_user_code, reader, user_line
 from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Scope, is_lifted, is_symbol, of_enumeration
+from gpumux.capture.values.conjugates import Conjugates
 from gpumux.capture.values.products import product
+from gpumux.capture.watch.walk import Origin, of_path
 from gpumux.errors import CaptureError, DataDependent
 
 Known = Callable[[torch.Tensor], "torch.Tensor | None"]
@@ -158,6 +160,23 @@ def _value_guard(name: str, constant: Known) -> Callable[..., Any]:
         )
 
     return method
+
+
+def _text_guard(name: str) -> Callable[..., Any]:
+    """A replacement for a method of tensors that makes a text. Code of the user's gets none: it would be a text of the
+    trace's tensor, the same in every step."""
+    plain = getattr(torch.Tensor, name)
+
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(2)  # the function of `here` is in between
+        if not is_user_code(caller.f_code) or caller.f_globals.get("__name__") == "logging":
+            return plain(self, *args, **kwargs)
+        raise DataDependent(
+            f'{reader()} makes a text of a tensor (f"{{loss:.4f}}", str(loss))',
+            "return the tensor from the step, and make the text of what job.step gives",
+        )
+
+    return here(plain, method)
 
 
 _MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "log2", "log10")
@@ -333,8 +352,23 @@ def _quiet_print(*values: Any, file: Any = None, **_: Any) -> None:
         )
 
 
+def _log_and_warn(self: logging.Logger, record: logging.LogRecord) -> None:
+    """Replaces Logger.handle. What the user's own code logs is logged at capture, with a warning that later steps log
+    nothing. Packages say at capture what they would say at the first step."""
+    _HANDLE(self, record)
+    line = f"{record.pathname}:{record.lineno}"
+    if of_path(record.pathname) is Origin.OWN and line not in _told:
+        _told.add(line)
+        log.warning(
+            "%s logs inside the step: that is done when the step is captured and never again, because gpumux runs a"
+            " step's Python only then. Return what it logs, and log that outside",
+            line,
+        )
+
+
+_HANDLE: Callable[[logging.Logger, logging.LogRecord], None] = logging.Logger.handle
 log = logging.getLogger("gpumux.client")
-_told: set[str] = set()  # lines with a print that was warned of
+_told: set[str] = set()  # lines with a print, or that log, that were warned of
 _AS_TENSOR = torch.as_tensor
 _CAPTURABLE = "_get_capturable_supported_devices"
 
@@ -346,8 +380,9 @@ def _and_cpu(known: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 @contextmanager
 def patched(
-    scope: Scope, tape: RngTape, scaling: Scaling, gpu: bool = False, constant: Known = lambda tensor: None
-) -> Iterator[None]:
+    scope: Scope, tape: RngTape, scaling: Scaling, conjugates: Conjugates, *,
+    gpu: bool = False, constant: Known = lambda tensor: None,
+) -> Iterator[None]:  # fmt: skip
     """Replace the functions for the length of a trace. They act on traced values only, so that another thread can call
     `math.sqrt` meanwhile. `gpu`: optimizers use their implementation for many tensors at once by default, as they do
     on a GPU. `constant`: the value of a tensor that is made from constants alone, else None."""
@@ -360,15 +395,17 @@ def patched(
     swaps: list[tuple[Any, str, Any]] = [
         *((torch, name, here(getattr(torch, name), new)) for name, new in random.items()),
         *((torch.random, name, here(getattr(torch.random, name), new)) for name, new in random.items()),
-        (builtins, "print", here(print, _quiet_print)),
+        (builtins, "print", here(print, _quiet_print)), (logging.Logger, "handle", here(_HANDLE, _log_and_warn)),
         (torch.SymFloat, "__format__", _format), (torch.SymInt, "__format__", _format),
         (torch.SymFloat, "__hash__", _hash),
         (sym_node, "to_node", _operand_of_symbols),
         (torch.Tensor, "__deepcopy__", here(torch.Tensor.__deepcopy__, _deepcopy)),
         (torch.Tensor, "tolist", _value_guard("tolist", constant)),
         (torch.Tensor, "numpy", _value_guard("numpy", constant)),
+        (torch.Tensor, "__format__", _text_guard("__format__")),
+        (torch.Tensor, "__repr__", _text_guard("__repr__")),
         (torch.Tensor, "prod", here(torch.Tensor.prod, product)), (torch, "prod", here(torch.prod, product)),
-        *scaling.swaps(),
+        *scaling.swaps(), *conjugates.swaps(),
         *((torch, name, here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (DistributedDataParallel, "forward", here(DistributedDataParallel.forward, _of_one_process)),
         *_collectives(),

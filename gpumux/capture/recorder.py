@@ -36,8 +36,9 @@ from gpumux.capture.source import (
     values_checked,
 )
 from gpumux.capture.state import share_bytes
-from gpumux.capture.symbols import Expr, Scope, is_lifted, is_symbol
+from gpumux.capture.symbols import Expr, Scope, is_lifted, is_symbol, of_python
 from gpumux.capture.values.asserted import AssertedValues
+from gpumux.capture.values.conjugates import Conjugates
 from gpumux.capture.values.host import HostTensors
 from gpumux.capture.values.products import refuse_by_values
 from gpumux.capture.values.shapes import KnownShapes
@@ -428,7 +429,8 @@ class TraceBuilder:
         if isinstance(fake, (list, tuple)):
             return tuple(self._arg(v, f, takes_scalar, target) for v, f in zip(value, fake, strict=True))
         if fake is None or isinstance(fake, (bool, int, float, str)):
-            return fake
+            plain: Arg = of_python(fake)
+            return plain
         if isinstance(fake, complex):
             return Complex(fake.real, fake.imag)
         if isinstance(fake, torch.dtype):
@@ -572,6 +574,7 @@ class Recorder(TorchDispatchMode):
         self.device = torch.device(device)
         self._gpu = gpu
         self.builder = TraceBuilder(scope, tape, allowed, self.device, gpu=gpu)
+        self.conjugates = Conjugates(self.builder.keep, self._device_op, self._lift)
         self._on_host = HostTensors(scope, self.builder.keep)
         self.host = self._on_host.values  # storage -> value of a tracked 0-dim tensor
         self.record = self.builder.record
@@ -761,10 +764,11 @@ class Recorder(TorchDispatchMode):
             )
         if func is aten.lift_fresh.default:
             return self._lift(args[0])
-        if func is aten._conj.default:  # lazy conjugation is only a flag on a view
-            func = aten.conj_physical.default
-        elif func is aten._neg_view.default:
-            func = aten.neg.default
+        if func is aten._conj.default:
+            return self.conjugates.conjugate(args[0])
+        if func is aten._neg_view.default:
+            return self.conjugates.negative(args[0])
+        args, kwargs = self.conjugates.copied(func, (args, kwargs))
         found = leaves((args, kwargs))
         if any(isinstance(leaf, torch.Generator) for leaf in found):
             raise CaptureError(

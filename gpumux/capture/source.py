@@ -116,16 +116,18 @@ def optimizer_inside() -> Any:
     return found
 
 
-def distribution_check() -> str | None:
-    """What torch.distributions checks in the operator that is being dispatched, as the start of a sentence; None if it
-    checks nothing."""
+def value_check() -> tuple[str, bool] | None:
+    """What torch.distributions or a loss checks by the boolean that is being read, as the start of a sentence, and what
+    it is where all is well; None if nothing is checked."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and _between(frame.f_code.co_filename):
         if frame.f_code in _CHECKS:
             found = frame.f_locals
             name, kind = type(found["self"]).__name__, found.get("constraint", found.get("support"))
             what = f"parameter {found['param']} of" if "param" in found else "a sample given to"
-            return f"{what} a {name} distribution is outside of {type(kind).__name__.lstrip('_')}"
+            return f"{what} a {name} distribution is outside of {type(kind).__name__.lstrip('_')}", True
+        if frame.f_code is torch.nn.functional.gaussian_nll_loss.__code__:
+            return "gaussian_nll_loss was given a negative variance", False
         frame = frame.f_back
     return None
 
@@ -438,7 +440,8 @@ _INSTEAD = {
 def instead_of(target: str, general: str) -> str:
     """The remedy for an operator ("aten.NAME.OVERLOAD"); `general` if there is no special one."""
     name = target.split(".")[1]
-    if name in ("index", "nonzero", "masked_select") and "torch_geometric" in user_line():
+    of_graphs = "torch_geometric" in user_line() or _EDGES.search(_text_of_line()) is not None
+    if name in ("index", "nonzero", "masked_select") and of_graphs:
         return _OF_GRAPHS
     return _INSTEAD.get(name, general)
 
@@ -455,7 +458,14 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
             "compare in the loop, around the step: before = scaler.get_scale(); job.step(x, y); if scaler.get_scale()"
             " >= before: scheduler.step()"
         )
-    elif whole_number and _steps_environment():
+    elif _in_loader():
+        remedy = "submit what is done with one batch, and run the loop over the DataLoader around it: job.step(x, y)"
+    elif whole_number and _SIZE.search(_text_of_line()) is not None:
+        remedy = (
+            "a size can't depend on values: give the step the number as an argument, and pass it on (num_nodes=,"
+            " num_classes=)"
+        )
+    elif whole_number and _ACTS.search(_text_of_line()) is not None:
         remedy = (
             "act in the loop, with the local model, and give the step what it learns from: job.step(states, actions,"
             " returns)"
@@ -491,13 +501,26 @@ def _further_reads() -> str:
     return f"; line{'s' * (len(later) > 1)} {listed(later, 5)} there may, too" if later else ""
 
 
-_ACTS = re.compile(r"\.step\(.*(\.item\(\)|\bint\()|\bactions?\.(item|tolist)\(|sample\(.*\.item\(")
+_ACTS = re.compile(
+    r"\.step\(.*(\.item\(\)|\bint\()|\bactions?\.(item|tolist)\(|sample\(.*\.item\("
+)  # env.step(a.item())
+_EDGES = re.compile(r"\bedge_(index|attr|weight)\b")
+_SIZE = re.compile(r"\bmax\(|\bone_hot\(")
 
 
-def _steps_environment() -> bool:
-    """Whether the line that is run chooses an action by a value: env.step(a.item())."""
+def _text_of_line() -> str:
     found = user_frame(sys._getframe(1))
-    return found is not None and _ACTS.search(linecache.getline(found[0], found[1])) is not None
+    return "" if found is None else linecache.getline(found[0], found[1])
+
+
+def _in_loader() -> bool:
+    """Whether a DataLoader of torch's reads the value."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and _between(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__") == "torch.utils.data.dataloader":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def values_checked() -> DataDependent:

@@ -161,6 +161,7 @@ def _alike(old: Any, new: Any) -> Any:
 
 
 SCALARS = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, numpy.generic)
+NUMBERS = frozenset((int, float, numpy.float64))  # those that may be symbols, by their exact types
 PLAIN = frozenset({type(None), *SCALARS} - {numpy.generic})  # exact types
 Reading = tuple[Any, ...]
 Identity = Callable[[torch.Tensor], Any]
@@ -221,7 +222,7 @@ class Watch:
         """(position, name) of the variables that hold a Python number in this reading."""
         if self.put is not None:
             for i in range(len(reading))[self.at]:
-                if type(reading[i]) in (float, int):
+                if type(reading[i]) in NUMBERS:
                     yield i, self.names(i)
 
     def read(self) -> Reading:

@@ -36,9 +36,9 @@ from gpumux.capture.outside.refused import refuse_held
 from gpumux.capture.side_effects import first_call_differs
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
-from gpumux.capture.state import StateTable
+from gpumux.capture.state import NUMBERS, StateTable
 from gpumux.capture.structure import HostLeaf, Structure, frozen_leaves, map_frozen
-from gpumux.capture.symbols import ConstantScalars, HyperReader, Number
+from gpumux.capture.symbols import ConstantScalars, HyperReader, Number, of_python
 from gpumux.capture.tracer import (
     FilledIn,
     RawTrace,
@@ -66,7 +66,7 @@ from gpumux.program.validate import written_storages
 
 
 _PLAIN = frozenset({torch.Tensor})
-_NUMBERS = frozenset({int, float, str})
+_NUMBERS = NUMBERS | {str}
 _ARRAYS = frozenset({numpy.ndarray, numpy.memmap})
 
 
@@ -333,7 +333,7 @@ class Case:
         for i, value in enumerate(state.host):
             env[f"s{i}"] = value
         if self.lifted:
-            env.update({batch_name(i): value for i, value in numbers if i in self.lifted})
+            env.update({batch_name(i): of_python(value) for i, value in numbers if i in self.lifted})
         env.update(self.fingerprint.numbers())
         return env
 

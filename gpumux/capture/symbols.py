@@ -387,11 +387,11 @@ def hyperparameters(optimizers: Sequence[Any]) -> Iterator[tuple[int, int, str, 
                     continue
                 place = f"param_groups[{j}][{key!r}]"
                 if _is_number(value, place) or _is_host_tensor(value):
-                    yield i, j, key, None, _plain(value)
+                    yield i, j, key, None, of_python(value)
                 elif isinstance(value, (tuple, list)):
                     for k, item in enumerate(value):
                         if _is_number(item, f"{place}[{k}]"):
-                            yield i, j, key, k, _plain(item)
+                            yield i, j, key, k, of_python(item)
 
 
 def _is_number(value: Any, place: str) -> bool:
@@ -414,8 +414,9 @@ def of_enumeration(value: Any) -> Any:
     return int(value) if isinstance(value, Enum) and isinstance(value, int) else value
 
 
-def _plain(value: Any) -> Any:
-    """The number as a plain float where it is of a subclass of float, as the wire takes only plain ones."""
+def of_python(value: Any) -> Any:
+    """The number as a plain float where it is of a subclass of float (numpy.float64), as the wire takes only plain
+    ones."""
     return float(value) if isinstance(value, float) else value
 
 
@@ -473,7 +474,7 @@ def _variables(expr: Expr) -> dict[str, Number]:
 
 
 def _read(value: Any, place: str) -> Any:
-    return _plain(value) if _is_number(value, place) else value
+    return of_python(value) if _is_number(value, place) else value
 
 
 class HyperReader:

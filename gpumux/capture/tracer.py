@@ -99,9 +99,10 @@ log = logging.getLogger("gpumux.client")
 _OF_CAPTURE = ("fake", "meta", "tensor subclass", "storage", "torch._subclasses", "torch.fx", "symbolic", "tracing")
 
 
-def _error_of_step(error: Exception, record: TraceRecord) -> CaptureError:
+def _error_of_step(error: Exception, record: TraceRecord, warns: bool) -> CaptureError:
     """What the script gets for an exception that the step let out while it was captured. The plain loop raises the same
-    exception there, if it is not one of fake tensors', so the script may catch it by its kind."""
+    exception there, if it is not one of fake tensors', so the script may catch it by its kind. `warns`: whether a
+    difference to the plain loop is logged; a trace with symbols for numbers is followed by one without them."""
     where = source.traceback_line(error)
     if "data is not allocated" in str(error):
         return DataDependent(
@@ -126,7 +127,8 @@ def _error_of_step(error: Exception, record: TraceRecord) -> CaptureError:
     remedy = "run the step once without gpumux to see whether it works"
     if done:
         remedy = f"the job is as before the call, where the plain step first {done}; {remedy}"
-        log.warning("%s: the job is as before the call, where the plain step first %s", message, done)
+        if warns:
+            log.warning("%s: the job is as before the call, where the plain step first %s", message, done)
     return raised_in_step(error, message, remedy)
 
 
@@ -514,7 +516,7 @@ class Tracer:
             drawn = fingerprint.random_states()
             try:
                 with (
-                    patched(scope, tape, scaling, self.table.gpu, rec.constant),
+                    patched(scope, tape, scaling, rec.conjugates, gpu=self.table.gpu, constant=rec.constant),
                     autocast_of_a_gpu(self.table.gpu, self.table.home),
                     names_of_devices(self.table.gpu, self.table.home, rec.device),
                     as_on_a_gpu(tape, self.table.gpu, by_device),
@@ -580,7 +582,7 @@ class Tracer:
                 if isinstance(error, GpumuxError) or not isinstance(error, Exception):
                     raise
                 refuse_call(fn, args, kwargs, error)
-                raise _error_of_step(error, rec.record) from error
+                raise _error_of_step(error, rec.record, warns=not lift.symbols) from error
             finally:
                 torch.clear_autocast_cache()
         moves = lift.moves(changes)

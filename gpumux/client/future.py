@@ -7,8 +7,8 @@ import math
 import numbers
 import operator
 import re
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque, namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy
@@ -269,7 +269,7 @@ class StepFuture:
 
 
 for _name in (
-    "item", "__getattr__", "__copy__", "__deepcopy__", "__iter__", "__len__", "__contains__", "__bool__",
+    "item", "backward", "__getattr__", "__copy__", "__deepcopy__", "__iter__", "__len__", "__contains__", "__bool__",
     "__float__", "__int__", "__complex__", "__index__", "__round__", "__neg__", "__abs__", "__invert__", "__str__",
     "__format__", "__array__", "_compare", "_computed", "_changed",
 ):  # fmt: skip
@@ -314,6 +314,18 @@ class ContainerFuture(StepFuture):
     # Not of StepFuture, because torch takes a tensor's subclass that has it for a sequence (`torch.tensor([loss])`).
     def __getitem__(self, index: Any) -> Any:
         return self.result()[index]
+
+
+class SequenceFuture(ContainerFuture):
+    """The result of a step that returns a tuple or a list, and a sequence to `match`, which asks no isinstance."""
+
+
+class MappingFuture(ContainerFuture):
+    """The result of a step that returns a dictionary, and a mapping to `match`."""
+
+
+Sequence.register(SequenceFuture)
+Mapping.register(MappingFuture)
 
 
 class NumberFuture(StepFuture):
@@ -368,7 +380,10 @@ def future_for(
     """The future of a step that runs this choice as this Program."""
     leaf = choice.program.leaf
     if leaf is None:
-        return ContainerFuture(wait, step)
+        container = choice.program.lowered.result_spec.type
+        if container is namedtuple or issubclass(container, Sequence):
+            return SequenceFuture(wait, step)
+        return MappingFuture(wait, step) if issubclass(container, Mapping) else ContainerFuture(wait, step)
     kind, what = leaf
     if kind == "tensor":
         return TensorFuture(wait, step, program.slots[0].results[what], program.home)

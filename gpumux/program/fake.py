@@ -151,6 +151,8 @@ class FakeOperators:
             storage = value.untyped_storage()
             if storage._cdata in places:
                 at = places[storage._cdata]
+                if dtype != tensors[at].dtype:
+                    raise _Unknown  # the elements are of another size, and torch refuses some places
                 return ("view", at, size, stride, dtype, offset - tensors[at].storage_offset())
             if storage._cdata in new or offset or storage.nbytes() != _nbytes(size, stride, dtype):
                 raise _Unknown  # two results share new memory, or it is larger than the result

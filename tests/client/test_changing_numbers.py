@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,14 @@ def test_a_float_gives_what_the_plain_loop_gives_wherever_it_is_used(use: str, w
     _everywhere(FLOATS[use], VALUES, 0.25, where, endpoint)
 
 
+@pytest.mark.every(7)
+@pytest.mark.parametrize("use", FLOATS)
+@pytest.mark.parametrize("where", ["batch", "closure"])
+def test_a_float_of_numpys_gives_what_the_plain_loop_gives(use: str, where: str, endpoint: str) -> None:
+    """numpy's functions (linspace, cos) give numpy.float64, which is a float to Python."""
+    _everywhere(FLOATS[use], [numpy.float64(value) for value in VALUES], numpy.float64(0.25), where, endpoint)
+
+
 @pytest.mark.every(5)
 @pytest.mark.parametrize("use", INTS)
 @pytest.mark.parametrize("where", ["batch", "closure"])
@@ -115,6 +124,25 @@ def test_one_program_takes_all_values_of_a_weight(endpoint: str) -> None:
         job.step(X[:2], 0.125)
         job.step(X[:2], 0.25)
         assert programs(job) == 3, "in another shape it is a number of each step from the start"
+
+
+@pytest.mark.parametrize("where", ["batch", "closure"])
+def test_one_program_takes_all_values_of_a_schedule_of_numpys(where: str, endpoint: str) -> None:
+    schedule = numpy.cos(numpy.linspace(0, 1, 40))
+    weight = schedule[0]
+
+    def step(x: torch.Tensor, weight: Any = None) -> torch.Tensor:
+        return x * weight + (1 - weight)
+
+    def by_closure(x: torch.Tensor) -> torch.Tensor:
+        return step(x, weight)
+
+    fn, example = (step, (X, weight)) if where == "batch" else (by_closure, (X,))
+    with client.submit(fn, example=example, endpoint=endpoint) as job:
+        for weight in schedule:
+            found = job.step(X, weight) if where == "batch" else job.step(X)
+            assert torch.equal(found.result(), step(X, weight))
+        assert programs(job) == 2
 
 
 def test_a_decision_has_one_program_for_each_outcome(endpoint: str) -> None:
@@ -251,6 +279,30 @@ def test_one_number_that_can_be_no_symbol_keeps_no_other_from_being_one(endpoint
         assert programs(job) <= 4
 
 
+def test_a_number_that_can_be_no_symbol_is_worth_no_warning(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The trace with a symbol fails after it drew, and is followed by one without."""
+    rates = {0.5: 2.0, 1.0: 3.0}
+
+    def step(x: torch.Tensor, a: float) -> torch.Tensor:
+        return F.dropout(x) * rates[a]
+
+    with client.submit(step, example=(X, 0.5), endpoint=endpoint) as job:
+        for a in (0.5, 1.0, 0.5):
+            job.step(X, a).result()
+    assert "as before the call" not in caplog.text
+
+
+def test_a_zero_that_changes_its_sign_alone_has_changed(endpoint: str) -> None:
+    weight = 0.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.copysign(x, torch.full_like(x, weight))
+
+    with client.submit(step, example=(X,), endpoint=endpoint) as job:
+        for weight in (0.0, -0.0):
+            assert torch.equal(job.step(X).result(), step(X))
+
+
 def test_many_lengths_in_a_list(endpoint: str) -> None:
     lists = [[i + k for i in range(40)] for k in range(6)]
 
@@ -369,11 +421,13 @@ def test_variants_are_kept_by_use_and_the_fifth_is_worth_a_warning(
     with client.submit(lambda x: x * 2, example=(shapes[0],), endpoint=endpoint) as job:
         function = job._functions[0][0]
         assert isinstance(function, capture.StepFunction)
+        most_used = function._cases[0]
         for i, x in enumerate(shapes):
             job.step(x)
             assert torch.equal(job.step(shapes[0]).result(), shapes[0] * 2)
             assert len(caplog.records) == (i >= 4), "one warning, at the fifth"
         assert len(function._cases) == 6
+        assert function._cases[0] is most_used
         assert "a batch tensor of shape" in caplog.records[0].getMessage()
         assert torch.equal(job.step(shapes[1]).result(), shapes[1] * 2), "what made room is captured again"
         assert programs(job) == len(shapes), "and its Program is still there"

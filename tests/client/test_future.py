@@ -9,8 +9,9 @@ import operator
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -292,8 +293,9 @@ def test_a_sum_that_begins_with_a_step_goes_into_its_result(by: Callable[[Any, A
 @pytest.mark.parametrize("value", [torch.tensor(1.0), (torch.tensor(1.0),), 1.0])
 def test_backward_says_where_it_belongs(value: Any) -> None:
     future = future_of(value)
-    with pytest.raises(NoGraph, match=r"call loss\.backward\(\), and optimizer\.step\(\), inside the step"):
+    with pytest.raises(NoGraph, match=r"call loss\.backward\(\), and optimizer\.step\(\), inside the step") as caught:
         future.backward(retain_graph=True)
+    assert [entry.path for entry in caught.traceback] == [Path(__file__)]
     assert not future.done(), "nothing is waited for"
 
 
@@ -354,6 +356,11 @@ def test_a_structured_result_of_a_step(endpoint: str) -> None:
         assert f"{job.step(x)[0]['loss']:.4f}" == f"{named['loss']:.4f}"
 
 
+class Pair(NamedTuple):
+    loss: torch.Tensor
+    number: int
+
+
 @dataclass(frozen=True)
 class Found:
     loss: torch.Tensor
@@ -363,6 +370,29 @@ class Found:
 
     def __post_init__(self) -> None:
         assert isinstance(self.loss, torch.Tensor), "made once, by the step"
+
+
+def test_a_structured_result_is_matched_by_its_kind(endpoint: str) -> None:
+    def matched(found: Any) -> str:
+        match found:
+            case {"loss": loss, **others}:
+                return f"mapping {loss:.3f} {sorted(others)}"
+            case (loss, number):
+                return f"sequence {loss:.3f} {number}"
+            case torch.Tensor() as loss:
+                return f"tensor {loss:.3f}"
+            case _:
+                return "nothing"
+
+    results: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: {"loss": x.sum(), "number": 2}, lambda x: (x.sum(), 2), lambda x: [x.sum(), 2],
+        lambda x: Pair(x.sum(), 2), lambda x: x.sum(),
+    ]  # fmt: skip
+    x = torch.ones(3)
+    for step in results:
+        with client.submit(step, example=x, endpoint=endpoint) as job:
+            found = matched(job.step(x))
+            assert found == matched(step(x)) != "nothing"
 
 
 def test_a_step_returns_dataclasses(endpoint: str) -> None:

@@ -87,7 +87,32 @@ def test_a_progress_bar_is_refused_by_its_line(endpoint: str, monkeypatch: pytes
             assert __file__ in caught.value.message
 
 
-def test_logging_is_left_alone(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, LOGGER.name):
-        stepped(lambda found: LOGGER.info("a step"), endpoint)
+def test_logging_is_left_alone_and_warned_of_once(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with caplog.at_level(logging.INFO):
+            stepped(lambda found: LOGGER.info("a step"), endpoint)
     assert "a step" in caplog.text
+    warned = [r.getMessage() for r in caplog.records if "logs inside the step" in r.getMessage()]
+    assert len(warned) == 1
+    assert __file__ in warned[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        lambda found: f"{found:.4f}", lambda found: f"{found}", str, repr,
+        lambda found: str([found]), lambda found: str({"loss": found}),
+    ],
+)  # fmt: skip
+def test_a_text_of_a_tensor_is_refused_by_its_line(text: Callable[[Tensor], str], endpoint: str) -> None:
+    with pytest.raises(errors.DataDependent, match="makes a text of a tensor") as caught:
+        stepped(text, endpoint)
+    assert "what job.step gives" in caught.value.remedy
+
+
+def test_a_text_of_shapes_and_types_is_what_it_is(endpoint: str) -> None:
+    def step(x: Tensor) -> tuple[Tensor, str]:
+        return x * 2, f"{tuple(x.shape)} {x.dtype} {x.device} {len(x)}"
+
+    with client.submit(step, example=X, endpoint=endpoint) as job:
+        assert job.step(X)[1] == step(X)[1]

@@ -918,14 +918,6 @@ def test_an_iterator_of_the_users_that_counts(endpoint: str) -> None:
     assert naturals.n == 3
 
 
-def test_complex_numbers_are_arguments_of_operators(endpoint: str) -> None:
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.view_as_real((x * 1j + (2 - 1j)) / (1 + 1j))
-
-    with client.submit(step, example=(X, Y), endpoint=endpoint) as job:
-        assert torch.equal(job.step(X, Y).result(), step(X, Y))
-
-
 @pytest.mark.parametrize("remedy", ["put back", "submit again"])
 @pytest.mark.parametrize("name", ["running_mean", "weight"])
 def test_the_remedies_for_a_tensor_that_was_replaced_by_another_work(name: str, remedy: str, endpoint: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Normal
 
 from gpumux import client, errors
+from tests.threads import one_thread
 
 X = torch.randn(6, 8)
 GOOD, BAD = torch.full((6,), 0.5), torch.tensor([0.5, 0.5, -1.0, 0.5, 0.5, 0.5])
@@ -61,6 +62,19 @@ def test_a_value_of_the_batch_is_checked_before_the_step(endpoint: str) -> None:
             job.step(X, BAD)
         job.step(X, GOOD).result()
         assert torch.equal(model.bias, before + 1)
+
+
+def test_a_negative_variance_fails_its_step_as_in_the_plain_loop(endpoint: str) -> None:
+    model, loss = nn.Linear(8, 1), nn.GaussianNLLLoss()
+
+    def step(x: Tensor, variance: Tensor) -> Tensor:
+        return loss(model(x), x[:, :1], variance)
+
+    with one_thread(), client.submit(step, example=(X, GOOD[:, None]), model=model, endpoint=endpoint) as job:
+        assert torch.equal(job.step(X, GOOD[:, None]).result(), step(X, GOOD[:, None]))
+        with pytest.raises(ValueError, match="gaussian_nll_loss was given a negative variance"):
+            job.step(X, BAD[:, None])
+        assert torch.equal(job.step(X, GOOD[:, None]).result(), step(X, GOOD[:, None]))
 
 
 def test_the_covariance_of_a_multivariate_normal_is_checked(endpoint: str) -> None:

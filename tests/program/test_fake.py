@@ -101,6 +101,17 @@ def test_a_view_is_made_at_the_place_of_its_operand(operators: Counted) -> None:
     assert operators.computed == 3
 
 
+def test_a_view_of_another_type_is_at_the_same_bytes(operators: Counted) -> None:
+    base = operators.empty((4, 6), (6, 1), torch.complex64)
+    rows = [operators.run(aten.slice.Tensor, (base, 0, i, i + 2), {}) for i in (2, 0)]
+    pairs = [operators.run(aten.view_as_real.default, (row,), {}) for row in rows]
+    assert [p.storage_offset() for p in pairs] == [24, 0]
+    numbers = operators.empty((8,), (1,), F)
+    operators.run(aten.view.dtype, (operators.run(aten.slice.Tensor, (numbers, 0, 2, 6), {}), torch.float64), {})
+    with pytest.raises(RuntimeError, match="divisible"):
+        operators.run(aten.view.dtype, (operators.run(aten.slice.Tensor, (numbers, 0, 3, 7), {}), torch.float64), {})
+
+
 def test_operands_that_share_memory_are_another_case_than_separate_ones(operators: Counted) -> None:
     base, other = (operators.empty((8,), (1,), F) for _ in range(2))
     halves = [operators.run(aten.slice.Tensor, (base, 0, a, a + 4), {}) for a in (0, 4)]

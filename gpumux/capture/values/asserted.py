@@ -1,8 +1,8 @@
 """What a plain run checks of values, and a trace over tensors without values can't.
 
 Some checks of torch are operators that return nothing (torch.linalg's, assertions) or read a boolean in Python
-(torch.distributions). They become conditions on results of the step. one_hot checks its indices only where it writes
-ones at them, which it does not do over tensors without values.
+(torch.distributions, gaussian_nll_loss). They become conditions on results of the step. one_hot checks its indices only
+where it writes ones at them, which it does not do over tensors without values.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from gpumux.capture.source import calling, distribution_check, user_line
+from gpumux.capture.source import calling, user_line, value_check
 
 aten = torch.ops.aten
 
-# Those with which torch.distributions reads whether an argument is valid.
+# Those with which torch's Python reads whether an argument is valid.
 _READ = (aten._is_all_true.default, aten._local_scalar_dense.default)
 
 _ASSERTED = {
@@ -59,10 +59,12 @@ class AssertedValues:
                 )
             self._require(self._run(aten.all.default, (good,), {}), f"{user_line()}: {wrong}")
             return True, None
-        if args[0].dtype != torch.bool or (check := distribution_check()) is None:
+        if args[0].dtype != torch.bool or (check := value_check()) is None:
             return _NOT_DONE
-        self._require(self._run(aten.all.default, (args[0],), {}), f"{user_line()}: {check}")
-        return True, torch.tensor(True) if func is aten._is_all_true.default else True
+        wrong, expected = check
+        good = args[0] if expected else self._run(aten.logical_not.default, (args[0],), {})
+        self._require(self._run(aten.all.default, (good,), {}), f"{user_line()}: {wrong}")
+        return True, torch.tensor(True) if func is aten._is_all_true.default else expected
 
     def _looked_up(self, source: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         """What one_hot compares with its classes: each index, looked up in the classes. That checks it, and changes

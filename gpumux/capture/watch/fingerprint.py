@@ -19,7 +19,7 @@ import torch
 
 from gpumux.capture.source import Executed
 from gpumux.capture.state import ABSENT, UNRETURNED, Identity, Reading, Watch, has_memory, layout, left_at
-from gpumux.capture.symbols import Number
+from gpumux.capture.symbols import Number, of_python
 from gpumux.capture.watch.walk import Walk
 from gpumux.capture.watch.watches import random_states
 from gpumux.errors import CaptureError, NotRepeatable
@@ -210,7 +210,7 @@ class Fingerprint:
         for one in self._lifted.values():
             now = one.watch.read()
             for i, name in one.names.items():
-                found[name] = now[i]
+                found[name] = of_python(now[i])
         return found
 
     @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
-from gpumux.capture.symbols import Number, ScalarGuard, Scope, is_lifted, is_symbol
+from gpumux.capture.symbols import Number, ScalarGuard, Scope, is_lifted, is_symbol, of_python
 from gpumux.capture.watch.fingerprint import Change, Variable
 from gpumux.errors import CaptureError
 
@@ -52,7 +52,7 @@ class Lift:
 
     def moves(self, changes: Sequence[Change]) -> list[Variable]:
         """The numbers among these changes that must be symbols in the next trace."""
-        found = [c.variable for c in changes if c.variable is not None and type(c.new) is type(c.old)]
+        found = [c.variable for c in changes if c.variable is not None and type(c.new) is type(c.old) in (int, float)]
         return [variable for variable in found if self.movable(variable)]
 
 
@@ -61,7 +61,7 @@ def batch_name(position: int) -> str:
 
 
 def symbol(scope: Scope, name: str, value: Number) -> Any:
-    return scope.symbol(scope.var(name, value))
+    return scope.symbol(scope.var(name, of_python(value)))
 
 
 def by_numbers(guards: Sequence[ScalarGuard]) -> bool:

@@ -321,7 +321,9 @@ class Walk:
         if isinstance(value, types.FunctionType):
             self._function(label, value)
         elif isinstance(value, types.MethodType):
-            self._visit(f"{label}.self" if label.isidentifier() else label, value.__self__)
+            step = value is self._roots[-1][1]
+            owner = "self" if step else f"{label}.self" if label.isidentifier() else label
+            self._visit(owner, value.__self__)
             self._visit(label, value.__func__)
         elif isinstance(value, (partial, partialmethod)):
             self._visit(label, value.func)

@@ -1,0 +1,73 @@
+"""What an error says to write instead is that of the idiom at its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from gpumux import client, errors
+
+X, Y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+EDGES = torch.randint(0, 6, (2, 9))
+
+
+def by_size(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    nodes = int(y.max()) + 1
+    return torch.zeros(nodes, 3).index_add(0, y, model(x)).sum()
+
+
+def by_one_hot(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) * F.one_hot(y)).sum()
+
+
+def over_a_loader(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return sum((model(batch).sum() for batch in DataLoader(x, batch_size=2, shuffle=True)), torch.zeros(()))
+
+
+def without_loops(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    edge_index = EDGES
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    return torch.zeros(6, 3).index_add(0, edge_index[1], model(x)[edge_index[0]]).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "remedy"),
+    [
+        (by_size, "num_nodes="),
+        (by_one_hot, "num_classes="),
+        (over_a_loader, "run the loop over the DataLoader around it"),
+        (without_loops, "add the self-loops before the step"),
+    ],
+)
+def test_a_remedy_is_that_of_the_idiom(loss: Callable[..., Tensor], remedy: str, endpoint: str) -> None:
+    model = nn.Linear(4, 3)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        return loss(model, x, y)
+
+    with pytest.raises(errors.DataDependent) as caught:
+        client.submit(step, example=(X, Y), model=model, endpoint=endpoint)
+    assert remedy in caught.value.remedy
+    assert __file__ in caught.value.message
+
+
+def test_a_tensor_that_a_method_left_is_named_as_its_own(endpoint: str) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model, self.loss = nn.Linear(4, 3), torch.zeros(6)
+
+        def step(self, x: Tensor, y: Tensor) -> Tensor:
+            self.loss = F.cross_entropy(self.model(x), y)
+            return self.loss * 2
+
+    trainer = Trainer()
+    with client.submit(trainer.step, example=(X, Y), model=trainer.model, endpoint=endpoint) as job:
+        job.step(X, Y).result()
+        with pytest.raises(errors.StaleState, match=r"^self\.loss was set by a step"):
+            trainer.loss.item()
