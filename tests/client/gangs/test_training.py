@@ -182,6 +182,40 @@ def test_the_jobs_of_each_daemon_say_their_rank(daemons: list[RunningDaemon]) ->
             assert (found["job"], found["gang"]["rank"], found["gang"]["ranks"]) == (job.id, rank, 2)
 
 
+def test_steps_that_are_one_on_some_rank_do_not_share_a_slot_there(daemons: list[RunningDaemon]) -> None:
+    """Both steps under way run the same Program on the first rank, with other batches, while the second one's process
+    stands still: neither's batch or result takes the place of the other's."""
+    model = mlp()
+    x, other = (torch.randn(8, 6) for _ in range(2))
+
+    def hidden_and(scores: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], Any]:
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.no_grad():
+                hidden = model[:2](x)
+                return hidden, scores(model[2](hidden))
+
+        return step
+
+    steps = [hidden_and(lambda scores: scores.argmax(1)), hidden_and(lambda scores: scores.softmax(1))]
+    wanted = [steps[0](x), steps[1](other)]
+    before = set(executors(daemons[1].process.pid))
+    with client.submit(
+        steps[0], example=(x,), model=model, plan=RankPlacement(2, {"0": (0,), "2": (1,)}),
+        endpoints=[daemon.endpoint for daemon in daemons[:2]],
+    ) as job:  # fmt: skip
+        added = job.add(steps[1], example=(x,))
+        job.step(x).result(), added(x).result()  # both are loaded
+        (executor,) = set(executors(daemons[1].process.pid)) - before
+        os.kill(executor, signal.SIGSTOP)
+        try:
+            given = [job.step(x), added(other)]
+            daemons[0].status()  # it has been sent both
+        finally:
+            os.kill(executor, signal.SIGCONT)
+        results = [future.result() for future in given]
+    assert apart(tensors_of(wanted), tensors_of(results)) < 1e-12
+
+
 def test_a_rank_that_dies_fails_the_steps_that_wait_and_leaves_no_job_behind(daemons: list[RunningDaemon]) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
