@@ -388,9 +388,9 @@ def _common_welcome(sessions: Sequence[Session]) -> Welcome:
 
 
 class GangSlots:
-    """The free slots of a step's Programs, with the methods of a set that a job uses. A number stands for a slot of each
-    rank. Programs of several steps may be one on some rank (a rank without the optimizer that makes them differ), and
-    then share its slots."""
+    """The free slots of a step's Programs, with the methods of a set that a job uses. A number stands for a slot of
+    each rank. Programs of several steps may be one on some rank (a rank without the optimizer that makes them differ),
+    and then share its slots."""
 
     def __init__(self, parts: Sequence[RemoteProgram]) -> None:
         self._parts = tuple(parts)

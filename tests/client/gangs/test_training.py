@@ -344,6 +344,28 @@ def test_a_batch_that_ranks_do_not_divide_is_refused_in_the_words_of_ranks(endpo
         assert torch.isfinite(job.step(x, y).result())  # the job goes on
 
 
+def test_a_batch_of_expanded_tensors_is_split(endpoints: list[str]) -> None:
+    """Labels that are one for all samples, and a mask that is the same for each."""
+    torch.manual_seed(0)
+    plain = mlp()
+    split = copy.deepcopy(plain)
+    data = [(torch.randn(8, 6), torch.randint(0, 3, (1,)).expand(8), torch.rand(1, 6).expand(8, 6)) for _ in range(3)]
+
+    def masked(model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = training(model, optimizer)
+        return lambda x, y, mask: step(x * mask, y), optimizer
+
+    step, _ = masked(plain)
+    wanted = [step(*batch).detach() for batch in data]
+    step, optimizer = masked(split)
+    with client.submit(
+        step, example=data[0], model=split, optimizer=optimizer, plan=SPLIT, endpoints=endpoints[:2]
+    ) as job:
+        given = [job.step(*batch).result() for batch in data]
+    assert apart([*wanted, *plain.parameters()], [*given, *split.parameters()]) < 1e-10
+
+
 @pytest.mark.parametrize("plan", [None, RankPlacement(2, {"0": (0, 1), "2": (1,)})], ids=["data parallel", "a plan"])
 def test_an_update_that_takes_no_batch_follows_accumulated_gradients(
     plan: RankPlacement | None, endpoints: list[str]
