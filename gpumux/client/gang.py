@@ -95,9 +95,8 @@ class GangSession:
                 try:
                     sessions.append(Session.connect(endpoint, connect_s))
                 except DaemonGone as gone:
-                    raise DaemonGone(
-                        gone.message, f"start the daemon of rank {len(sessions)}, or name others"
-                    ) from None
+                    start = f"start the daemon of rank {len(sessions)} (gpumux serve --endpoint {endpoint})"
+                    raise DaemonGone(gone.message, f"{start}, or name others") from None
             kinds = [str(session.welcome.device["kind"]) for session in sessions]
             if len(set(kinds)) > 1:
                 raise ConfigError(
