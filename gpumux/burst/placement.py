@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
@@ -29,10 +30,13 @@ class RankPlacement:
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MOST_RANKS:
             raise ConfigError(f"{self.ranks} ranks", f"give 1 to {MOST_RANKS}")
+        # Lists do as well. A copy, since nothing about a placement changes later.
+        object.__setattr__(self, "layers", {name: _ranks_of(on) for name, on in self.layers.items()})
         for name, on in (*self.layers.items(), *((("every other layer", self.default),) if self.default else ())):
-            if not on or len(set(on)) != len(on) or not all(0 <= rank < self.ranks for rank in on):
+            if not _possible(on, self.ranks):
                 raise ConfigError(
-                    f"{name} is on ranks {on}", f"name each rank once, from 0 to {self.ranks - 1}, and at least one"
+                    f"{name} is on ranks {on}",
+                    f"give a tuple that names each rank once, from 0 to {self.ranks - 1}, and at least one",
                 )
 
     def of(self, layer: str | None) -> tuple[int, ...] | None:
@@ -72,6 +76,17 @@ class RankPlacement:
         """The different numbers of ranks of layers, rising."""
         found = {len(on) for on in self.layers.values()}
         return sorted(found | {len(self.default)} if self.default else found)
+
+
+def _ranks_of(given: Any) -> Any:
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _possible(on: Any, ranks: int) -> bool:
+    """Whether these are different ranks out of so many."""
+    if not isinstance(on, tuple) or not on or any(type(rank) is not int for rank in on):
+        return False
+    return len(set(on)) == len(on) and all(0 <= rank < ranks for rank in on)
 
 
 def data_parallel(ranks: int) -> RankPlacement:

@@ -134,7 +134,7 @@ def _split(
             )
         splits[g] = _Split(g, part.record, pairs, plan, proven.splits[about])
     walk = _Walk(full, splits, layout, placement=placement, cut=cut, batch_norm=batch_norm)
-    traces = walk.run([a for _, a, _ in returned])
+    traces = walk.run([(a, dict(zip(parts, b, strict=True))) for _, a, b in returned])
     lockstep = walk.lockstep(traces, [a for _, a, _ in returned])
     prove_ranks(lockstep, Loader(full.record, table, tensors, cut), proven)
     return traces
@@ -275,7 +275,8 @@ class _Walk:
             if level is RunLevel.PART:
                 self.last_touch.update(dict.fromkeys(pair.full.reads | pair.full.writes, j))
 
-    def run(self, returned: Sequence[int]) -> RankTraces:
+    def run(self, returned: Sequence[tuple[int, Mapping[int, int]]]) -> RankTraces:
+        """`returned`: views that the step returns, each with that of a part, by the number of parts."""
         begin = max((j for j, level in enumerate(self.plan.levels) if level is RunLevel.PART), default=-1) + 1
         for j, (pair, level) in enumerate(zip(self.pairs, self.plan.levels, strict=True)):
             self.at = j
@@ -298,7 +299,7 @@ class _Walk:
         if begin == self.at:
             self.tail = Tail(begin, self.shares_now(), dict(self.home))
         self.sum_up([s for s in sorted(self.plan.shares) if s in self.shares])
-        results = [self.result(view) for view in returned]
+        results = [self.result(view, of_parts) for view, of_parts in returned]
         held = [frozenset(s for s, ranks in self.home.items() if rank in ranks) for rank in sorted(self.everyone)]
         return RankTraces(self.record, self.ops, held, results, self.layout.homes)
 
@@ -796,7 +797,7 @@ class _Walk:
 
     # ---- results -------------------------------------------------------------------------------------
 
-    def result(self, view: int) -> RankResult:
+    def result(self, view: int, of_parts: Mapping[int, int]) -> RankResult:
         v = self.record.views[view]
         if v.storage in self.home and not (self.kinds[v.storage] in _SAMPLES and v.storage in self.samples):
             rank = min(self.home[v.storage])
@@ -809,21 +810,13 @@ class _Walk:
         if count == 1:
             return RankResult(ranks, (view,))
         self.refuse_unknown(v.storage, found, "the step's result")
-        part_view = self.result_part(view, count)
+        part_view = of_parts[count]
         dim = scaled(v, self.splits[count].record.views[part_view], count)
         views = tuple(self.emitters[count].part_view(part_view, i) for i in range(count))
         factor = _power(float(count), found.power)
         if factor != 1.0:
             views = tuple(self.scaled_copy(rank, mine, factor) for rank, mine in zip(ranks, views, strict=True))
         return RankResult(ranks, views, dim)
-
-    def result_part(self, view: int, count: int) -> int:
-        split = self.splits[count]
-        for pair in reversed(split.pairs):
-            for a, b in (*pair.outs, *pair.refs):
-                if a == view:
-                    return b
-        raise NotSplittable("the step returns a view that no operator made", "return the tensor itself")
 
     def scaled_copy(self, rank: int, view: int, factor: float) -> int:
         v = self.record.views[view]

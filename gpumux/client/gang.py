@@ -95,9 +95,8 @@ class GangSession:
                 try:
                     sessions.append(Session.connect(endpoint, connect_s))
                 except DaemonGone as gone:
-                    raise DaemonGone(
-                        gone.message, f"start the daemon of rank {len(sessions)}, or name others"
-                    ) from None
+                    start = f"start the daemon of rank {len(sessions)} (gpumux serve --endpoint {endpoint})"
+                    raise DaemonGone(gone.message, f"{start}, or name others") from None
             kinds = [str(session.welcome.device["kind"]) for session in sessions]
             if len(set(kinds)) > 1:
                 raise ConfigError(
@@ -387,16 +386,43 @@ def _common_welcome(sessions: Sequence[Session]) -> Welcome:
 # ---- Programs and state on all ranks.
 
 
+class GangSlots:
+    """The free slots of a step's Programs, with the methods of a set that a job uses. A number stands for a slot of
+    each rank. Programs of several steps may be one on some rank (a rank without the optimizer that makes them differ),
+    and then share its slots."""
+
+    def __init__(self, parts: Sequence[RemoteProgram]) -> None:
+        self._parts = tuple(parts)
+        self._taken: dict[int, tuple[int, ...]] = {}
+
+    def __bool__(self) -> bool:
+        return all(part.free for part in self._parts)
+
+    def pop(self) -> int:
+        """Take a slot on every rank, each of which has to have one."""
+        slot = next(n for n in range(len(self._taken) + 1) if n not in self._taken)
+        self._taken[slot] = tuple([part.free.pop() for part in self._parts])
+        return slot
+
+    def add(self, slot: int) -> None:
+        """Give a slot back. Idempotent."""
+        for part, mine in zip(self._parts, self._taken.pop(slot, ()), strict=False):
+            part.free.add(mine)
+
+    def of_ranks(self, slot: int) -> tuple[int, ...]:
+        """The slot of each rank."""
+        return self._taken[slot]
+
+
 class GangProgram:
-    """A step's Programs on all ranks, with the attributes of a RemoteProgram that a job uses. A slot is the slot of
-    this number on every rank."""
+    """A step's Programs on all ranks, with the attributes of a RemoteProgram that a job uses."""
 
     def __init__(self, number: int, lowered: Lowered, ranked: RankedStep, parts: Sequence[RemoteProgram]) -> None:
         self.number = number
         self.program = lowered.program
         self.parts = tuple(parts)
         self.home = parts[0].home
-        self.free = set(range(min(len(part.slots) for part in parts)))
+        self.free = GangSlots(parts)
         self.device_s: float | None = None
         self._ranked = ranked
         views = [self.program.views[v] for v in self.program.results]
@@ -412,14 +438,15 @@ class GangProgram:
     def fill(self, slot: int, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Copy each rank's part of a batch into its slot. Returns the frames to send, by rank."""
         found = []
-        for step, part in zip(self._ranked.ranks, self.parts, strict=True):
-            found.append(part.fill(slot, [one.of(tensors[one.position]) for one in step.inputs]))
+        for step, part, mine in zip(self._ranked.ranks, self.parts, self.free.of_ranks(slot), strict=True):
+            found.append(part.fill(mine, [one.of(tensors[one.position]) for one in step.inputs]))
         self.copied_in = sum(part.copied_in for part in self.parts)
         return found
 
     def take(self, slot: int, frames: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors that the step returned, put together of the ranks' parts."""
-        given = [part.take(slot, some) for part, some in zip(self.parts, frames, strict=True)]
+        slots = self.free.of_ranks(slot)
+        given = [part.take(mine, some) for part, mine, some in zip(self.parts, slots, frames, strict=True)]
         found = self._ranked.put_together(given)
         return found if self.program.generator is None else [*found, given[0][-1]]
 
@@ -619,8 +646,9 @@ class GangRemote:
                 self.programs[at] = self._program(at)
 
     def post_step(self, step: int, number: int, slot: int, scalars: list[Any], frames: Sequence[Any]) -> None:
-        for remote, mine, some in zip(self.ranks, self._uploads[number].numbers, frames, strict=True):
-            remote.post_step(step, mine, slot, scalars, some)
+        numbers, slots = self._uploads[number].numbers, self.programs[number].free.of_ranks(slot)
+        for remote, mine, place, some in zip(self.ranks, numbers, slots, frames, strict=True):
+            remote.post_step(step, mine, place, scalars, some)
 
     # ---- state
 

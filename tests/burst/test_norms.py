@@ -2,9 +2,11 @@
 
 import copy
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from gpumux.burst.placement import RankPlacement, data_parallel
 from gpumux.burst.ranks import BurstSplitter
@@ -25,6 +27,20 @@ def test_statistics_over_all_ranks_are_those_of_one_device(name: str, ranks: int
         difference, gang = compare(subject, placement, 4, batch_norm="sync")
         assert difference.largest <= 1e-10, placement
         assert gang.ranks.moved == gang.predicted
+
+
+def test_statistics_over_all_ranks_take_two_sums_a_layer_and_one_in_its_backward_pass() -> None:
+    """Running statistics are then the same on all ranks, and need not be sent."""
+    normed = NORMED["convolutions"]
+    plain = replace(normed, make=lambda: nn.Sequential(*[m for m in normed.make() if "Norm" not in str(m)]))
+    counts = []
+    for subject in (normed, plain):
+        _, gang = compare(subject, data_parallel(2), 2, batch_norm="sync")
+        assert gang.last is not None
+        kinds = [one.kind for one in gang.last.ranks[0].lowered.program.collectives]
+        assert set(kinds) == {"all_reduce"}
+        counts.append(len(kinds))
+    assert counts[0] - counts[1] == 2 * 3
 
 
 @pytest.mark.parametrize("name", ["convolutions", "flat"])

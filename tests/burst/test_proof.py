@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from math import isnan
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from gpumux.burst import split
 from gpumux.burst.placement import RankPlacement, data_parallel
 from gpumux.burst.programs import check_together
 from gpumux.burst.proof import Lockstep, Proven, prove_ranks
-from gpumux.capture.microbatch.proof import Load
+from gpumux.capture.microbatch.proof import Load, largest_of
 from gpumux.capture.recorder import RawOp
 from gpumux.capture.values.machine import Machine
 from gpumux.errors import NotSplittable, ProgramError
@@ -145,3 +146,15 @@ def test_the_phases_of_an_optimizer_share_one_proof_of_the_layers(name: str, mon
     _, gang = compare(subject, data_parallel(2), 3)
     assert len(gang.checked) == 2  # phases
     assert [count > 0 for count in layers] == [True, True, False]  # parts and ranks, then ranks of the second
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128, torch.int64])
+def test_the_largest_magnitude_is_that_of_any_element_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
+    values = torch.tensor([1, -7, 3, 5, 2, 4], dtype=dtype).view(2, 3).t()
+    assert largest_of(values) == 7
+    assert largest_of(values[:0]) == 0
+    if not dtype.is_floating_point:
+        return
+    assert largest_of(values.masked_fill(values == 3, -float("inf"))) == float("inf")
+    for size in (1, 2, 9, 1000):
+        assert isnan(largest_of(torch.zeros(size, dtype=dtype).index_fill_(0, torch.tensor(size // 2), float("nan"))))

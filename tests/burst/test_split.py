@@ -95,6 +95,30 @@ def test_a_sum_a_mean_and_a_penalty_on_the_weights_are_added_once_they_are_whole
         assert difference.largest <= BOUND, placement
 
 
+def build_viewed(model: Any) -> Built:
+    """A step whose results are views of values of samples, which nothing else in the step reads."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        optimizer.zero_grad()
+        scores = model(x)
+        loss = F.cross_entropy(scores, y)
+        (slopes,) = torch.autograd.grad(loss, scores, retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        return loss, scores[:, 0], scores.t(), scores.detach()[:, 2:4].unsqueeze(1), slopes[:, 1]
+
+    return [model], [optimizer], [step]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_may_return_views_that_only_it_has(ranks: int) -> None:
+    subject = replace(SUBJECTS["vgg"], name="viewed", build=build_viewed)
+    for placement in (data_parallel(ranks), random_placement(subject.layers, ranks, random.Random(ranks))):
+        difference, _ = compare(subject, placement, 2)
+        assert difference.largest <= BOUND, placement
+
+
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "placements"), [("vgg", 15), ("inception", 15), ("gan", 10)])
 def test_the_programs_of_random_placements_fit_together(name: str, placements: int) -> None:

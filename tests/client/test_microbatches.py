@@ -474,6 +474,45 @@ REFUSED: list[tuple[str, Callable[..., torch.Tensor], str]] = [
 ]  # fmt: skip
 
 
+def refusal(step: Callable[..., Any], example: Any, model: Any, optimizers: Any, endpoint: str) -> errors.NotSplittable:
+    with pytest.raises(errors.NotSplittable) as caught:
+        client.submit(
+            step, example=example, model=model, optimizer=optimizers, microbatches=2, endpoint=endpoint
+        ).close()  # fmt: skip
+    return caught.value
+
+
+def test_what_mixes_the_batch_before_the_model_is_to_be_done_before_the_step(endpoint: str) -> None:
+    model = nn.Linear(12, 10)
+    for mixed, said in ((lambda x: x.flip(0), "flip mixes samples"), (mixup, "randperm draws numbers")):
+        refused = refusal(lambda x, mixed=mixed: model(mixed(x)).mean(), (torch.randn(8, 12),), model, None, endpoint)
+        assert said in refused.message
+        assert "before the step is called" in refused.remedy
+    refused = refusal(lambda x: (model(x).flip(0) * x[:, :10]).mean(), (torch.randn(8, 12),), model, None, endpoint)
+    assert "flip mixes samples" in refused.message
+    assert "before the step" not in refused.remedy, "the loop does not have what the model gives"
+
+
+def test_what_follows_an_update_on_the_same_samples_is_a_step_of_its_own(endpoint: str) -> None:
+    """As the generator's half of a GAN's step, which reads the discriminator that the first half has changed."""
+    judge, maker = nn.Linear(6, 1), nn.Linear(4, 6)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (judge, maker)]
+
+    def step(real: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        optimizers[0].zero_grad()
+        (judge(maker(noise).detach()) - judge(real)).mean().backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        loss: torch.Tensor = -judge(maker(noise)).mean()
+        loss.backward()
+        optimizers[1].step()
+        return loss
+
+    refused = refusal(step, (torch.randn(8, 6), torch.randn(8, 4)), [judge, maker], optimizers, endpoint)
+    assert "reads state that the step has changed by then" in refused.message
+    assert "job.add" in refused.remedy
+
+
 @pytest.mark.parametrize(("loss_of", "says"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
 def test_losses_that_do_not_split_are_refused_by_name(
     loss_of: Callable[..., torch.Tensor], says: str, endpoint: str

@@ -239,6 +239,19 @@ def test_what_is_lost_on_other_ranks_counts_on_all_of_them() -> None:
     assert high.host_wait == pytest.approx(0.0, abs=1e-9)
 
 
+def test_an_exchange_is_known_from_steps_in_which_no_rank_runs_low_work() -> None:
+    """It takes twice as long in all others, in which low work may run beside its peers."""
+    world = World("guarded")
+    world.job("high", "high", PIECES, gated=(1,), gang=Gang("g", 1, 4, "127.0.0.1:1"))
+    for number in range(60):
+        parked(world, number)
+        lasts = EXCHANGE_S if number < 6 else 2 * EXCHANGE_S
+        world.met("high", AWAITED_S + lasts, lasts)
+        finish(world, "high")
+    (gate,) = world.scheduler._state.guard.high_jobs["high"].gates.values()
+    assert gate.exchange.value == pytest.approx(EXCHANGE_S)
+
+
 def test_no_rank_runs_low_work_in_steps_of_the_same_numbers_in_which_all_learn_what_a_step_takes_alone() -> None:
     world = World("guarded")
     world.job("high", "high", PIECES, gated=(1,), gang=Gang("g", 1, 4, "127.0.0.1:1"))

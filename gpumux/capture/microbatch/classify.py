@@ -31,6 +31,11 @@ OTHER = -2  # the sizes differ, but not by the number of parts in one dimension
 REMEDY = (
     "submit the step without microbatches, or make the loss an average over samples that do not depend on each other"
 )
+_AHEAD = "do so before the step is called and give it the result as its batch, or submit the step without microbatches"
+_IN_TWO = (
+    "let the step end with what changes the state and make the rest a step of its own (job.add), or submit the step"
+    " without microbatches"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,8 +470,8 @@ class Values:
     def changes_state(self, pair: OperatorPair) -> bool:
         return any(self.full.storages[s].kind == "state" for s in self.changed(pair))
 
-    def refuse(self, pair: OperatorPair, why: str) -> NotSplittable:
-        return NotSplittable(f"{pair.full.where}: {pair.name} {why}", REMEDY)
+    def refuse(self, pair: OperatorPair, why: str, remedy: str = REMEDY) -> NotSplittable:
+        return NotSplittable(f"{pair.full.where}: {pair.name} {why}", remedy)
 
 
 # ---- deciding when each operator runs
@@ -532,7 +537,7 @@ class _Walk(Values):
         kinds = self.arguments(pair)
         changed = self.changed(pair)
         if pair.full.random is not None and numbers_of(pair.full) != numbers_of(pair.part):
-            raise self.refuse(pair, "draws numbers that depend on how many samples the batch has")
+            raise self.refuse(pair, "draws numbers that depend on how many samples the batch has", _AHEAD)
         if ValueKind.LATE in kinds or changed & self.tail:
             return self._tail_op(j, pair, kinds)
         if pair.name in PATTERN_ONLY:
@@ -562,7 +567,9 @@ class _Walk(Values):
                     pair, "changes a value after the whole batch has used it, together with single samples"
                 )
             if any(self.full.storages[s].kind == "state" for s in late):
-                raise self.refuse(pair, "reads state that the step has changed by then, together with single samples")
+                raise self.refuse(
+                    pair, "reads state that the step has changed by then, together with single samples", _IN_TWO
+                )
             cause = self.causes[late[0]]
             raise self.refuse(
                 pair,
@@ -610,11 +617,11 @@ class _Walk(Values):
             self.plan.norms.add(j)
         if self.changes_state(pair):
             raise self.refuse(pair, "writes values of single samples into the job's state")
+        pure = all(self.pure[self.full.views[a].storage] for a, _ in pair.refs)
         if self._runs_along_samples(pair):
-            raise self.refuse(pair, "mixes samples of the batch")
+            raise self.refuse(pair, "mixes samples of the batch", _AHEAD if pure else REMEDY)
         if pair.name == EMBEDDING_BACKWARD and pair.full.args[4]:
             raise self.refuse(pair, "divides by how often each index occurs in the batch (scale_grad_by_freq)")
-        pure = all(self.pure[self.full.views[a].storage] for a, _ in pair.refs)
         data = pure and pair.full.random is None and ValueKind.SAMPLE not in kinds
         outs = self.outs(pair, ValueKind.SHARE, ValueKind.DATA if data else ValueKind.SAMPLE)
         unscaled = [kind is ValueKind.SHARE for _, _, kind in outs]
@@ -648,7 +655,7 @@ class _Walk(Values):
             return self._tail_op(j, pair, kinds)
         outs = self.outs(pair, ValueKind.SIZE, ValueKind.SAMPLE if pair.full.random is not None else ValueKind.DATA)
         if pair.full.random is not None and (pair.name == "randperm" or any(k is ValueKind.SIZE for _, _, k in outs)):
-            raise self.refuse(pair, "draws numbers that depend on how many samples the batch has")
+            raise self.refuse(pair, "draws numbers that depend on how many samples the batch has", _AHEAD)
         self.note_division(j, pair)
         return RunLevel.PART, outs
 

@@ -91,7 +91,10 @@ def largest_of(values: torch.Tensor) -> float:
         return 0.0
     if not (values.is_floating_point() or values.is_complex()):
         return float(values.to(torch.float64).abs().max())
-    return float(torch.linalg.vector_norm(values, float("inf")))
+    if values.is_complex():
+        return float(torch.linalg.vector_norm(values, float("inf")))
+    least, most = torch.aminmax(values)  # a norm takes four times as long
+    return max(abs(float(least)), abs(float(most)))
 
 
 _BLOCK = 1 << 17  # elements: two blocks of float64 stay in a core's cache

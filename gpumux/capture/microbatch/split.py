@@ -256,7 +256,11 @@ class Loader:
         span = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
         flat = torch.zeros(span, dtype=like.dtype)
         if span:
-            flat.as_strided(like.shape, like.stride()).copy_(values)
+            into = flat.as_strided(like.shape, like.stride())
+            for dim, stride in enumerate(like.stride()):
+                if stride == 0:  # expanded: all along it are one element
+                    into, values = into.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+            into.copy_(values)
         return flat
 
 

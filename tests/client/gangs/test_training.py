@@ -182,6 +182,40 @@ def test_the_jobs_of_each_daemon_say_their_rank(daemons: list[RunningDaemon]) ->
             assert (found["job"], found["gang"]["rank"], found["gang"]["ranks"]) == (job.id, rank, 2)
 
 
+def test_steps_that_are_one_on_some_rank_do_not_share_a_slot_there(daemons: list[RunningDaemon]) -> None:
+    """Both steps under way run the same Program on the first rank, with other batches, while the second one's process
+    stands still: neither's batch or result takes the place of the other's."""
+    model = mlp()
+    x, other = (torch.randn(8, 6) for _ in range(2))
+
+    def hidden_and(scores: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], Any]:
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.no_grad():
+                hidden = model[:2](x)
+                return hidden, scores(model[2](hidden))
+
+        return step
+
+    steps = [hidden_and(lambda scores: scores.argmax(1)), hidden_and(lambda scores: scores.softmax(1))]
+    wanted = [steps[0](x), steps[1](other)]
+    before = set(executors(daemons[1].process.pid))
+    with client.submit(
+        steps[0], example=(x,), model=model, plan=RankPlacement(2, {"0": (0,), "2": (1,)}),
+        endpoints=[daemon.endpoint for daemon in daemons[:2]],
+    ) as job:  # fmt: skip
+        added = job.add(steps[1], example=(x,))
+        job.step(x).result(), added(x).result()  # both are loaded
+        (executor,) = set(executors(daemons[1].process.pid)) - before
+        os.kill(executor, signal.SIGSTOP)
+        try:
+            given = [job.step(x), added(other)]
+            daemons[0].status()  # it has been sent both
+        finally:
+            os.kill(executor, signal.SIGCONT)
+        results = [future.result() for future in given]
+    assert apart(tensors_of(wanted), tensors_of(results)) < 1e-12
+
+
 def test_a_rank_that_dies_fails_the_steps_that_wait_and_leaves_no_job_behind(daemons: list[RunningDaemon]) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -308,6 +342,28 @@ def test_a_batch_that_ranks_do_not_divide_is_refused_in_the_words_of_ranks(endpo
             job.step(x[:7], y[:7])
         assert "drop_last=True" in refusal.value.remedy
         assert torch.isfinite(job.step(x, y).result())  # the job goes on
+
+
+def test_a_batch_of_expanded_tensors_is_split(endpoints: list[str]) -> None:
+    """Labels that are one for all samples, and a mask that is the same for each."""
+    torch.manual_seed(0)
+    plain = mlp()
+    split = copy.deepcopy(plain)
+    data = [(torch.randn(8, 6), torch.randint(0, 3, (1,)).expand(8), torch.rand(1, 6).expand(8, 6)) for _ in range(3)]
+
+    def masked(model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = training(model, optimizer)
+        return lambda x, y, mask: step(x * mask, y), optimizer
+
+    step, _ = masked(plain)
+    wanted = [step(*batch).detach() for batch in data]
+    step, optimizer = masked(split)
+    with client.submit(
+        step, example=data[0], model=split, optimizer=optimizer, plan=SPLIT, endpoints=endpoints[:2]
+    ) as job:
+        given = [job.step(*batch).result() for batch in data]
+    assert apart([*wanted, *plain.parameters()], [*given, *split.parameters()]) < 1e-10
 
 
 @pytest.mark.parametrize("plan", [None, RankPlacement(2, {"0": (0, 1), "2": (1,)})], ids=["data parallel", "a plan"])

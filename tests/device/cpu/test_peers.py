@@ -117,7 +117,8 @@ def test_the_sum_is_scaled_once(drivers: list[Driver]):
 
 def redistributing(rank: int) -> Program:
     """Three ranks. Rank 0 sends its input's columns 0 and 1 (strided) to rank 1, column 2 to rank 2; both send back the
-    column times 3 in float64, with an int64 beside it. Rank 0's results are the columns, side by side, and the ints."""
+    column times 3 in float64, behind an int8, which leaves them at no multiple of their size. Rank 0's results are the
+    columns, side by side, and the ints."""
     b = ProgramBuilder(rank=rank, ranks=3)
     x = b.input("float32", (5, 3))
     doubled = b.call("aten.add.Tensor", x, x, size=(5, 3))
@@ -132,13 +133,13 @@ def redistributing(rank: int) -> Program:
         b.call("aten.neg.default", x, size=(5, 3))
         back = b.add_storage("temp", 15 * 8)
         parts = [b.add_view(back, "float64", (5, n), (3, 1), first) for first, n in ((0, 2), (2, 1))]
-        counts = [b.add_tensor("temp", "int64", ()) for _ in range(2)]
+        counts = [b.add_tensor("temp", "int8", ()) for _ in range(2)]
         received = ((1, counts[0]), (1, parts[0]), (2, counts[1]), (2, parts[1]))
         b.collective(Collective(2, "exchange", 4, (0, 1, 2), receives=received))
         whole = b.add_view(back, "float64", (5, 3))
         b.result(b.call("aten.clone.default", TensorRef(whole), dtype="float64", size=(5, 3)))
         for count in counts:
-            b.result(b.call("aten.clone.default", TensorRef(count), dtype="int64", size=()))
+            b.result(b.call("aten.clone.default", TensorRef(count), dtype="int8", size=()))
         return b.build()
     width = 2 if rank == 1 else 1
     got = b.add_tensor("temp", "float32", (5, width))
@@ -148,7 +149,7 @@ def redistributing(rank: int) -> Program:
         kwargs={"dtype": Tag("dtype", "float64")},
     )  # fmt: skip
     tripled = b.call("aten.mul.Scalar", wide, 3, dtype="float64", size=(5, width))
-    number = b.call("aten.full.default", (), rank * 11, dtype="int64", size=(), kwargs={"dtype": Tag("dtype", "int64")})
+    number = b.call("aten.full.default", (), rank * 11, dtype="int8", size=(), kwargs={"dtype": Tag("dtype", "int8")})
     after = b.call("aten.neg.default", x, size=(5, 3))
     op = 5  # before the operator that follows
     b.collective(Collective(op, "exchange", 4, (0, 1, 2), sends=((0, number.view), (0, tripled.view))))
@@ -164,8 +165,8 @@ def test_an_exchange_moves_strided_views_of_several_types_in_one_message(drivers
             step(held)
             assert torch.equal(held[0].get(0), 6 * values(seed, "float32", (5, 3)).double())
             assert [held[0].get(1).item(), held[0].get(2).item()] == [11, 22]
-        assert held[0].moved() == {1: (5 * 2 * 4, 8 + 5 * 2 * 8), 2: (5 * 4, 8 + 5 * 8)}
-        assert held[1].moved() == {0: (8 + 5 * 2 * 8, 5 * 2 * 4)}
+        assert held[0].moved() == {1: (5 * 2 * 4, 1 + 5 * 2 * 8), 2: (5 * 4, 1 + 5 * 8)}
+        assert held[1].moved() == {0: (1 + 5 * 2 * 8, 5 * 2 * 4)}
 
 
 def both(rank: int) -> Program:
