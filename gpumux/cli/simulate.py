@@ -292,6 +292,8 @@ def _run_plan(args: argparse.Namespace, spec: GpuSpec) -> int:
         line.end()
     interrupted = any(case.result is not None and case.result.interrupted for case in cases)
     notes = _plan_notes(plan, spec, asked)
+    if args.policy == "all" and not asked:
+        notes.append("policies differ in how low jobs run beside the plan: name some with --low")
     if args.json:
         explained = {case.name: case.result.explanations for case in cases if args.explain and case.result is not None}
         emit_json(

@@ -318,6 +318,9 @@ def test_a_plan_alone_is_simulated_without_low_work(planned: str, capsys: pytest
     assert main(["simulate", "--plan", planned]) == 0
     out = capsys.readouterr().out
     assert [line.split("  ")[0] for line in out.splitlines()[2:4]] == ["data parallel", "plan"]
+    assert "name some with --low" not in out
+    assert main(["simulate", "--plan", planned, "--policy", "all"]) == 0
+    assert "name some with --low" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("when", "shown"), [(1e-3, "-"), (0.04, "ms")])
