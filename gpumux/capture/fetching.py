@@ -439,18 +439,8 @@ def _hook() -> None:
 
 _MOST_LOOKED_AT = 500  # objects; of a function that leads to more, all is taken to be read
 _PLAIN_VALUES = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type,
-    ModuleType,
-    BuiltinFunctionType,
-    torch.dtype,
-    torch.device,
-)
+    bool, int, float, complex, str, bytes, type(None), type, ModuleType, BuiltinFunctionType, torch.dtype, torch.device,
+)  # fmt: skip
 
 
 def _watch_compiled() -> None:
@@ -488,10 +478,10 @@ def _reached(called: list[Any]) -> tuple[list[torch.nn.Module], list[torch.Tenso
     waiting = called
     while waiting:
         value = waiting.pop()
-        if value is None or isinstance(value, _PLAIN_VALUES) or id(value) in seen:
+        if isinstance(value, _PLAIN_VALUES) or id(value) in seen:
             continue
         seen.add(id(value))
-        if len(seen) > _MOST_LOOKED_AT:
+        if max(len(seen), len(waiting)) > _MOST_LOOKED_AT:
             return modules, tensors, False
         if isinstance(value, torch.nn.Module):
             modules.append(value)
@@ -502,10 +492,10 @@ def _reached(called: list[Any]) -> tuple[list[torch.nn.Module], list[torch.Tenso
             named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
             waiting += [*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
             waiting.append(vars(value))
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            waiting += value
+        elif isinstance(value, (dict, list, tuple, set, frozenset)):
+            if len(value) > _MOST_LOOKED_AT:
+                return modules, tensors, False
+            waiting += value.values() if isinstance(value, dict) else value
         elif isinstance(value, MethodType):
             waiting += [value.__self__, value.__func__]
         else:

@@ -232,13 +232,9 @@ class ArrayJob(BaseArray):
         job.start()
 
     def _write_notes(
-        self,
-        table: StateTable,
-        state: State,
-        resident: Sequence[int],
-        counts: Counts,
+        self, table: StateTable, state: State, resident: Sequence[int], counts: Counts,
         generator: ClientGenerator | None,
-    ) -> bytes:
+    ) -> bytes:  # fmt: skip
         """The notes of a snapshot taken now (`client.job.WriteNotes`)."""
         plain = snapshots.write(table, state, resident, counts, generator)
         place = {buffer: index for index, buffer in enumerate(resident)}

@@ -161,9 +161,8 @@ class Placements:
             self._make_model_major(view.storage)
             found = self._stacked(view)
         if found is None:
-            raise Declined(
-                "a tensor of no declared bytes can't be stacked"
-            )  # cuDNN's, whose size its kernel alone knows
+            # It is cuDNN's, and its kernel alone knows the size.
+            raise Declined("a tensor of no declared bytes can't be stacked")
         return found
 
     def one_of(self, view: View, model: int) -> torch.Tensor:

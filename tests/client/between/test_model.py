@@ -728,6 +728,23 @@ def test_m17_compiled_models_are_called_while_the_state_is_behind(
     same(script, endpoint)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_m17_a_compiled_function_that_leads_to_more_than_is_looked_at_has_all_fetched(endpoint: str) -> None:
+    def script(s: Script) -> Any:
+        s.model.eval()
+        held = [s.model, *range(600)]
+        compiled = torch.compile(lambda x: held[0](x), backend="eager", fullgraph=True)
+        out = []
+        for i in range(2):
+            s.train(1, i)
+            with torch.no_grad():
+                out.append(compiled(X))
+        torch._dynamo.reset()
+        return out
+
+    same(script, endpoint)
+
+
 def test_m18_parameters_in_shared_memory_are_refused(endpoint: str) -> None:
     model = network()
     model.share_memory()
