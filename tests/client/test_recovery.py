@@ -22,6 +22,7 @@ from microbench.killed import Trial, accumulate_adamw, conv_sgd, dropout_adam, g
 from microbench.kills import Phoenix, Run, differences, submit
 
 SEED = 11
+EXTENDED = pytest.mark.extended
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the daemons here have
@@ -116,7 +117,10 @@ def test_jobs_whose_daemon_is_killed_end_as_undisturbed(
         assert "from snapshot" in mine[-1]
 
 
-@pytest.mark.parametrize("fusible", [False, True], ids=["draws in the daemon", "draws in the client"])
+@pytest.mark.parametrize(
+    "fusible",
+    [pytest.param(False, id="draws in the daemon"), pytest.param(True, id="draws in the client", marks=EXTENDED)],
+)
 def test_an_executor_that_is_killed(
     fusible: bool, daemon: Phoenix, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
@@ -285,6 +289,7 @@ def test_a_disk_that_takes_nothing(daemon: Phoenix, caplog: pytest.LogCaptureFix
         shutil.rmtree(aside, ignore_errors=True)  # of jobs that are over
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kept", [False, True], ids=["drew in the daemon", "drew in the client"])
 @pytest.mark.parametrize("resumed", [False, True], ids=["draws in the daemon", "draws in the client"])
 def test_a_job_that_was_kept_goes_on_in_another_program(kept: bool, resumed: bool, daemon: Phoenix):
