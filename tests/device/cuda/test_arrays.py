@@ -58,7 +58,7 @@ def alone(factory: Any, config: Config, seed: int, data: Any) -> tuple[list[torc
     return [step(*batch).detach() for batch in data], model, optimizer
 
 
-@pytest.mark.parametrize("optimizer", [adam, sgd])
+@pytest.mark.parametrize("optimizer", [pytest.param(adam, marks=pytest.mark.extended), sgd])
 def test_models_that_draw_train_as_each_does_alone(optimizer: Any, endpoint: str) -> None:
     factory = training(dropping, optimizer)
     with made(endpoint, factory) as array:
