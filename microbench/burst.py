@@ -306,13 +306,17 @@ class Ours:
         return time.perf_counter() - began
 
     def exchanged(self) -> list[dict[str, float]]:
-        """By rank, the bytes it has sent and the seconds it has waited for the others."""
-        gangs = [rank["gang"] for rank in self._job.stats()["ranks"]]
+        """By rank, the bytes it has sent and the seconds it has waited for the others. A job on one daemon has none."""
+        stats = self._job.stats()
+        if "ranks" not in stats:
+            return [{"sent_bytes": 0, "waited_s": 0.0}]
+        gangs = [rank["gang"] for rank in stats["ranks"]]
         return [{key: gang[key] for key in ("sent_bytes", "waited_s")} for gang in gangs]
 
     def collectives(self) -> list[int]:
         """By rank, the most of a Program: an optimizer's first step has one of its own."""
-        programs = [part.program for gang in self._job._remote.programs.values() for part in gang.parts]
+        loaded = self._job._remote.programs.values()
+        programs = [part.program for gang in loaded for part in getattr(gang, "parts", (gang,))]
         found: dict[int, int] = {}
         for program in programs:
             found[program.rank] = max(found.get(program.rank, 0), len(program.collectives))
