@@ -20,6 +20,21 @@ TransferId = NewType("TransferId", int)  # chosen by the client, unique within i
 # Size of a job's random generator in a segment: its length (8 bytes, little-endian), its bytes, zeros.
 GENERATOR_BYTES = 8192
 
+
+def generator_region(state: bytes) -> bytes:
+    """A generator's state as it lies in a segment, GENERATOR_BYTES long."""
+    return (len(state).to_bytes(8, "little") + state).ljust(GENERATOR_BYTES, b"\0")
+
+
+def generator_state(region: bytes) -> bytes:
+    """The state in such a region; empty for a generator that was never used. Raises ValueError for a length that no
+    region can hold."""
+    length = int.from_bytes(region[:8], "little")
+    if length > GENERATOR_BYTES - 8:
+        raise ValueError(f"a generator of {length} bytes")
+    return region[8 : 8 + length]
+
+
 MAX_JOB_NAME = 200  # characters
 MOST_LEASE_S = 120.0  # of a reservation
 WEIGHTS = (1e-3, 1e3)  # of a job, the least and the most; beyond these, a device can't keep shares

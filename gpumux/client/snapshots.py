@@ -28,7 +28,7 @@ from gpumux.client.replay import ReplayLog
 from gpumux.client.session import Asked, Session
 from gpumux.errors import ConfigError, GpumuxError, from_code
 from gpumux.program.ir import aligned
-from gpumux.types import GENERATOR_BYTES
+from gpumux.types import generator_region, generator_state
 from gpumux.waves.steps import Waves
 from gpumux.wire import messages as m
 from gpumux.wire.messages import PrepareSnapshot, ReadSnapshot, SnapshotSaved, SnapshotWanted, TakeSnapshot
@@ -197,7 +197,7 @@ class SnapshotMetadata:
             at += aligned(nbytes)
         self.generator = data[at : data.numel() - notes].numpy().tobytes()
         if body.get("own_generator"):
-            self.generator = _region_of(body["generator"])
+            self.generator = generator_region(body["generator"])
         if any(b.numel() != n for b, n in zip(self.buffers, sizes, strict=True)):
             raise ConfigError("the kept snapshot is shorter than its notes say", "start the job anew")
 
@@ -223,7 +223,7 @@ class SnapshotMetadata:
             if "generator" in body and not body.get("own_generator"):
                 shared = torch.Generator().set_state(_state_of(body["generator"]))
             own = None
-            if generator is not None and generator.own is not None and (drawn := _state_in(self.generator)):
+            if generator is not None and generator.own is not None and (drawn := generator_state(self.generator)):
                 own = torch.Generator().set_state(_state_of(drawn))
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise _other(f"{type(error).__name__}: {error}") from error
@@ -323,18 +323,6 @@ def _type(name: str) -> torch.dtype:
 
 def _state_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-# As a snapshot holds the state of a job's generator in the daemon: its length (8 bytes), itself, and zeros up to
-# GENERATOR_BYTES. The length is 0 if the generator was never used.
-
-
-def _region_of(state: bytes) -> bytes:
-    return (len(state).to_bytes(8, "little") + state).ljust(GENERATOR_BYTES, b"\0")
-
-
-def _state_in(region: bytes) -> bytes:
-    return region[8 : 8 + int.from_bytes(region[:8], "little")]
 
 
 def _other(why: str) -> ConfigError:

@@ -18,7 +18,7 @@ import torch
 
 from gpumux.errors import JobFailed
 from gpumux.program.ir import Program
-from gpumux.types import GENERATOR_BYTES
+from gpumux.types import GENERATOR_BYTES, generator_region, generator_state
 
 
 def repeated_slots(program: Program) -> frozenset[int]:
@@ -112,16 +112,11 @@ def move_generator(generator: torch.Generator, memory: mmap.mmap, at: int, nbyte
     if at + GENERATOR_BYTES > nbytes:
         raise JobFailed(f"the transfer's segment has {nbytes} bytes, too few for a generator", "make it larger")
     if not into_device:
-        drawn = generator.get_state().numpy().tobytes()
-        memory[at : at + 8 + len(drawn)] = len(drawn).to_bytes(8, "little") + drawn
+        memory[at : at + GENERATOR_BYTES] = generator_region(generator.get_state().numpy().tobytes())
         return
-    length = int.from_bytes(memory[at : at + 8], "little")
-    if length == 0:
-        return
-    if length > GENERATOR_BYTES - 8:
-        raise JobFailed(f"a generator of {length} bytes", "put back what a snapshot holds")
-    state = torch.frombuffer(bytearray(memory[at + 8 : at + 8 + length]), dtype=torch.uint8)
     try:
-        generator.set_state(state)
+        state = generator_state(memory[at : at + GENERATOR_BYTES])
+        if state:
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     except (RuntimeError, TypeError, ValueError) as error:
         raise JobFailed("these bytes are no generator's state", "put back what a snapshot holds") from error
