@@ -7,9 +7,9 @@ channel a step costs one system call to send and one to receive, and descriptors
     daemon -> client   ChannelOpened or Refusal, first and once; then StepDone, GroupStepDone, StepFailed and
                        SegmentPassed, which brings the descriptor of a shared-memory segment (SCM_RIGHTS)
 
-A message is one packet. A longer one from a client (a Step with many scalars) is several packets; all but the last
-begin with the byte MORE. A message of the daemon is always one packet: the process that ran a step may also write to
-the daemon's end, and packets of two writers may alternate.
+A message is one packet. A longer one from a client (a Step with many scalars) is several packets: all but the last
+begin with the byte MORE, and the cuts are such that the last one does not. A message of the daemon is always one
+packet: the process that ran a step may also write to the daemon's end, and packets of two writers may alternate.
 
 No call blocks once the channel is open, and none reads a clock. A channel that closes ends its session.
 """
@@ -119,8 +119,11 @@ class ClientChannel:
             return True
         data = bytes(message)
         while len(data) > PACKET:
-            self._unsent.append(_MORE + data[: PACKET - 1])
-            data = data[PACKET - 1 :]
+            cut = PACKET - 1
+            while data[cut] == MORE:  # what follows may be the last packet, and a part of a number may be any byte
+                cut -= 1
+            self._unsent.append(_MORE + data[:cut])
+            data = data[cut:]
         self._unsent.append(data)
         return self.flush()
 

@@ -49,13 +49,29 @@ def ends() -> Iterator[tuple[ClientChannel, DaemonChannel]]:
 @pytest.mark.parametrize("size", [1, PACKET, PACKET + 1, 3 * PACKET, MOST - 4])
 def test_messages_of_any_size_arrive_whole(ends, size: int):
     client, daemon = ends
-    message = b"\x97" + os.urandom(size - 1)
+    message = b"\x97" + random.Random(size).randbytes(size - 1)
     assert daemon.receive() is None
     assert client.send(message)
     assert client.send(b"\x01next")
     assert daemon.receive() == message
     assert daemon.receive() == b"\x01next"
     assert daemon.receive() is None
+
+
+@pytest.mark.parametrize("run", [1, 2, 9])
+def test_a_number_that_contains_the_marker_where_a_packet_ends(ends, run: int):
+    """Any byte of a packed float may be MORE; the last packet would be taken for one that another follows."""
+    client, daemon = ends
+    first, marker = PACKET - 1, bytes((MORE,))
+    for size in (first + 2, first + PACKET, 2 * first + 2, 3 * PACKET):
+        message = bytearray(b"\x97" + bytes(size))
+        for cut in range(first, size, first):
+            message[cut - run // 2 : cut - run // 2 + run] = marker * run
+        assert client.send(bytes(message))
+        assert client.send(b"\x01next")
+        assert daemon.receive() == message
+        assert daemon.receive() == b"\x01next"
+        assert daemon.receive() is None
 
 
 def test_a_message_that_is_too_long(ends):

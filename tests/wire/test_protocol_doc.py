@@ -44,7 +44,7 @@ def test_fields_types_and_senders(tag: int):
 def test_the_local_channel():
     for stated in (
         f"one packet of at most {channel.PACKET:,} bytes",
-        f"begin with the byte 0x{channel.MORE:02X} and carry {channel.PACKET - 1:,} bytes of it each",
+        f"begin with the byte 0x{channel.MORE:02X} and carry up to {channel.PACKET - 1:,} bytes of it each",
         f"It takes {_names(channel.FROM_CLIENT)} from the client, {_names(channel.FROM_DAEMON)} from the daemon",
     ):
         assert stated in PAGE.replace("\n  ", " ").replace("\n", " ")
