@@ -692,6 +692,9 @@ def search(storages: Container[int], mine: Container[int] = ()) -> list[tuple[to
 def _all_tensors() -> list[torch.Tensor]:
     """All tensors that the garbage collector knows.
 
+    `gc.freeze()` takes objects off its lists. That is undone: it only saves time, and tensors that were missed would be
+    read as they were before the job's steps.
+
     In a single call of C code, during which no other thread runs, and which clears the collector's list. If another
     thread is filling a tuple (`tuple(x for x in y)`), that list has a reference to the unfinished tuple, for which the
     thread would get a SystemError."""
@@ -700,10 +703,17 @@ def _all_tensors() -> list[torch.Tensor]:
     while found:
         kinds.update(found)
         found = [kind for base in found for kind in type.__subclasses__(base) if kind not in kinds]
+    undo_freeze()
     first, second, third = tee(map(gc.get_objects, (None,)), 3)  # the same list, three times
     chosen = map(partial(map, kinds.__contains__), map(partial(map, type), second))
     tensors = chain.from_iterable(map(compress, first, chosen))
     return list(chain(tensors, map(list.clear, third)))[:-1]  # without the result of clear()
+
+
+def undo_freeze() -> None:
+    """Have the collector list all objects again, if the script has called `gc.freeze()`."""
+    if gc.get_freeze_count():
+        gc.unfreeze()
 
 
 def _over(tensor: torch.Tensor, storages: Container[int]) -> int:

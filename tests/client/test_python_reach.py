@@ -11,6 +11,7 @@ import collections
 import contextvars
 import ctypes
 import dataclasses
+import gc
 import importlib
 import sys
 import threading
@@ -59,6 +60,29 @@ def test_code_that_lies_in_no_file_is_watched(filename: str, endpoint: str) -> N
         return trained(space)
 
     check(make, endpoint)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_closure_of_a_function_that_only_torch_holds(
+    frozen: bool, endpoint: str, request: pytest.FixtureRequest
+) -> None:
+    """Found among the objects that the garbage collector lists, and those that `gc.freeze()` took off its lists."""
+    scale = 1.0
+    name = f"held_by_torch_{frozen}"
+    library = torch.library.Library(name, "DEF")
+    request.addfinalizer(library._destroy)
+    library.define("scaled(Tensor x) -> Tensor")
+    library.impl("scaled", lambda x: x * scale, "CompositeImplicitAutograd")
+    operator = getattr(torch.ops, name).scaled
+    if frozen:
+        gc.freeze()
+    model = nn.Linear(8, 4)
+    with client.submit(
+        lambda x: operator(model(x)).sum(), example=(DATA[0][0],), model=model, endpoint=endpoint
+    ) as job:
+        before = job.step(DATA[0][0]).item()
+        scale = 2.0
+        assert job.step(DATA[0][0]).item() == 2 * before
 
 
 NAMES = """

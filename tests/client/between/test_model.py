@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import logging
 import os
@@ -263,6 +264,33 @@ def test_m2_functions_that_ask_no_torch_function_are_all_known() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == _NOT_SEEN
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before submit", "between steps"])
+def test_m2_an_alias_that_the_garbage_collector_does_not_list(early: bool, endpoint: str) -> None:
+    """Scripts call `gc.freeze()` before they fork, or after their first step, so that collections are quicker."""
+
+    def script(s: Script) -> Any:
+        s.train(1)
+        made.append(s.model[0].weight.data)
+        if not early:
+            gc.freeze()
+        out = []
+        for i in range(1, 3):
+            s.train(1, i)
+            out += [alias.sum() for alias in made]
+        return out
+
+    made: list[Tensor] = []
+
+    def network_with_alias() -> Any:
+        model = network()
+        made[:] = [model[0].weight.detach().view(-1)]
+        if early:
+            gc.freeze()
+        return model
+
+    same(script, endpoint, make=network_with_alias)
 
 
 def test_m2_an_alias_of_an_alias_made_while_others_come_and_go(endpoint: str) -> None:
