@@ -30,6 +30,7 @@ import torch.utils._pytree as pytree
 from torch.jit import _builtins, _freeze, _script
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from gpumux.capture.source import folded
 from gpumux.capture.state import DESCRIBES, Part
 from gpumux.errors import StaleGradient, StaleState
 
@@ -147,7 +148,7 @@ def fetching(plain: type) -> type:
                 "__torch_function__": classmethod(_torch_function),
                 "__deepcopy__": _deepcopy,
                 "__reduce_ex__": _reduce_ex,
-                "__repr__": lambda self, **kwargs: repr(_ready(self)),
+                "__repr__": folded(lambda self, **kwargs: repr(_ready(self))),
             },
         )
         _fetching[plain] = found
@@ -167,8 +168,8 @@ def _without_values(plain: Any, function: Callable[..., Any], refuse: Callable[[
         {
             "__module__": plain.__module__,
             "__torch_function__": classmethod(function),
-            "__deepcopy__": lambda self, memo: refuse(),
-            "__reduce_ex__": lambda self, protocol: refuse(),
+            "__deepcopy__": folded(lambda self, memo: refuse()),
+            "__reduce_ex__": folded(lambda self, protocol: refuse()),
             "__repr__": lambda self, **kwargs: f"<a {what.format(tuple(self.shape))}>",
         },
     )
@@ -195,6 +196,7 @@ def mark_replaced(tensor: torch.Tensor) -> None:
     object.__setattr__(tensor, "__class__", _outdated[plain])
 
 
+@folded
 def _outdated_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if func in _DESCRIBES:
         with without_fetching():
@@ -231,10 +233,12 @@ def _ready(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+@folded
 def _deepcopy(self: torch.Tensor, memo: Any) -> Any:
     return copy.deepcopy(_ready(self), memo)
 
 
+@folded
 def _reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
     return _ready(self).__reduce_ex__(protocol)
 
@@ -283,6 +287,7 @@ _OUTSIDE = frozenset(
 _MOVES = frozenset(_methods("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"))
 
 
+@folded
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     if func in _DESCRIBES:
@@ -296,6 +301,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
     return func(*args, **kwargs)
 
 
+@folded
 def _lost_torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     if func in _DESCRIBES or func in _OUTSIDE:
@@ -393,6 +399,7 @@ _handle: Any = None
 _hooking = threading.RLock()  # reentrant, because the collector may call `watch_modules` inside it
 
 
+@folded
 def before_forward(module: torch.nn.Module, args: Any) -> None:
     """The global hook: fetch before a module chooses its path. In what torch.compile traces it does nothing:
     `_before_compiled` has fetched."""
@@ -542,6 +549,7 @@ _SCRIPTED = (
 def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A function that fetches the arguments of `plain` first."""
 
+    @folded
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         fetch_arguments((*args, *kwargs.values()))
@@ -560,6 +568,7 @@ def _named(function: Callable[..., Any], module: str, name: str) -> Callable[...
 def _of_lists(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A function that fetches the arguments of `plain`, some of which are lists of tensors."""
 
+    @folded
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
@@ -572,6 +581,7 @@ def _of_lists(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _of_nested(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A function that fetches the arguments of `plain` first, also those in lists, tuples and dictionaries."""
 
+    @folded
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         fetch_arguments(pytree.tree_leaves((args, kwargs)))
@@ -583,6 +593,7 @@ def _of_nested(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _of_scripted(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A function that fetches the parameters of a TorchScript module first, because only C++ code reads them."""
 
+    @folded
     @functools.wraps(plain)
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(module, torch.nn.Module):
@@ -759,6 +770,7 @@ def plain_state(state: Any) -> Any:
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
+    @folded
     def method(self: FetchingState, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.real(), name)(*args, **kwargs)
 
@@ -779,5 +791,5 @@ _forward(
         "setdefault", "update", "values",
     )
 )  # fmt: skip
-FetchingState.__deepcopy__ = lambda self, memo: copy.deepcopy(self.real(), memo)  # type: ignore[attr-defined]
-FetchingState.__bool__ = lambda self: bool(self.real())  # type: ignore[attr-defined]
+FetchingState.__deepcopy__ = folded(lambda self, memo: copy.deepcopy(self.real(), memo))  # type: ignore[attr-defined]
+FetchingState.__bool__ = folded(lambda self: bool(self.real()))  # type: ignore[attr-defined]

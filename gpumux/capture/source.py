@@ -1,5 +1,8 @@
 """The user's code: the line or tensor that an error is about, the layer of an operator, and the functions that ran.
 
+Tracebacks end at the user's line, too: frames of gpumux and torch after it, and the error of torch's that caused one of
+gpumux's, are left out (`fold`). With the environment variable GPUMUX_TRACEBACK=full everything is shown.
+
 The layer of an operator in the forward pass is the innermost module whose call is on Python's stack. In the backward
 pass autograd knows which node it evaluates; nodes are numbered when they are made, so the operator belongs to the layer
 that ran then. The loss, the optimizer and steps without modules have no layer. Nothing is hooked.
@@ -17,14 +20,14 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from gpumux.errors import DataDependent
+from gpumux.errors import DataDependent, GpumuxError
 from gpumux.program.ir import ROOT, Label
 from gpumux.wording import listed
 
@@ -560,3 +563,49 @@ def reader() -> str:
 
 # Modules and functions between a public function of torch's and its operators, and decorators.
 _PLUMBING = re.compile(r"\._|\.(overrides|fx)\b|<locals>")
+
+
+# ---- tracebacks
+
+
+VARIABLE = "GPUMUX_TRACEBACK"
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def fold(error: BaseException) -> None:
+    """Leave only frames of the user's code in the traceback of an error of gpumux's that is about to be raised again.
+    Those of its cause stand for them where it has none. Other errors stay as they are."""
+    if not isinstance(error, GpumuxError) or os.environ.get(VARIABLE) == "full":
+        return
+    kept = list(_frames_of_user(error.__traceback__))
+    if not kept and error.__cause__ is not None:
+        kept = list(_frames_of_user(error.__cause__.__traceback__))
+    made: types.TracebackType | None = None
+    for found in reversed(kept):
+        made = types.TracebackType(made, found.tb_frame, found.tb_lasti, found.tb_lineno)
+    error.__traceback__ = made
+    error.__cause__ = None
+    error.__suppress_context__ = True
+
+
+def folded(function: Callable[P, T]) -> Callable[P, T]:
+    """The function with its errors folded."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except GpumuxError as error:
+            fold(error)
+            raise
+
+    return call
+
+
+def _frames_of_user(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while traceback is not None:
+        if is_user_code(traceback.tb_frame.f_code):
+            yield traceback
+        traceback = traceback.tb_next

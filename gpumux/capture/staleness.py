@@ -42,7 +42,7 @@ from gpumux.capture.recorder import Recorder
 from gpumux.capture.state import ALL, Part, Place, StateTable
 from gpumux.capture.structure import Structure
 from gpumux.capture.watch.checksums import Checksums, sums
-from gpumux.errors import LocalWrite, StaleGradient, StaleState
+from gpumux.errors import GpumuxError, LocalWrite, StaleGradient, StaleState
 
 # ---- the gradients as the script sees them between two steps
 #
@@ -413,11 +413,10 @@ class StalenessHooks:
                 parts |= self.stale & {Part.GRADIENTS}  # a later backward pass would add to them
         self._source.fetch(parts)
 
-    def refuse(self, what: str, because: BaseException | None = None) -> None:
-        """Raises StaleState."""
-        raise StaleState(
-            f"{what} while {self.words.holder} holds newer state{self.words.where}", self.words.sync
-        ) from because
+    def refuse(self, what: str, because: GpumuxError | None = None) -> None:
+        """Raises StaleState, with the remedy of its cause if that has one."""
+        remedy = because.remedy if because is not None and because.remedy else self.words.sync
+        raise StaleState(f"{what} while {self.words.holder} holds newer state{self.words.where}", remedy) from because
 
     def gradient(self, index: int) -> torch.Tensor | None:
         return self.gradients.expose(index)

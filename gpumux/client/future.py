@@ -16,9 +16,9 @@ import torch
 
 from gpumux.capture.batch.containers import flatten, unflatten
 from gpumux.capture.batch.effects import write_back
+from gpumux.capture.source import fold, folded
 from gpumux.capture.step import Choice
 from gpumux.client.remote import Remote, RemoteProgram
-from gpumux.client.tracebacks import fold, folded
 from gpumux.errors import BadBatch, BadValue, GpumuxError, JobClosed, JobFailed, NoGraph, UnknownJob, from_code
 from gpumux.notebook import facts_table
 from gpumux.types import GroupPlace, StepTimes

@@ -25,6 +25,7 @@ from gpumux.capture.batch.checks import warn_of_undone
 from gpumux.capture.fetching import without_fetching
 from gpumux.capture.generator import ClientGenerator, open_jobs
 from gpumux.capture.microbatch.split import TOLERANCE, check_microbatches
+from gpumux.capture.source import fold, folded
 from gpumux.capture.state import StateTable
 from gpumux.capture.step import Choice, KeepMore, RankSplitter, State, StepFunction, StepProgram
 from gpumux.capture.symbols import ConstantScalars
@@ -49,7 +50,6 @@ from gpumux.client.remote import Remote, RemoteProgram
 from gpumux.client.replay import ReplayEntry
 from gpumux.client.session import Session, Waits
 from gpumux.client.snapshots import Counts, SnapshotMetadata
-from gpumux.client.tracebacks import fold, folded
 from gpumux.client.transport import Shield
 from gpumux.errors import ConfigError, DaemonGone, GpumuxError, JobClosed, SnapshotFailed
 from gpumux.notebook import facts_table

@@ -26,6 +26,7 @@ from gpumux.client.remote import Remote
 from gpumux.client.snapshots import SnapshotMetadata
 from gpumux.errors import AdmissionRefused, ConfigError, GpumuxError, LocalWrite, StaleGradient, StaleState
 from gpumux.waves.steps import Waves
+from gpumux.wording import counted
 
 log = logging.getLogger("gpumux.client")
 
@@ -497,15 +498,15 @@ class LocalModel:
                 self.staleness.fetched(parts)
             self.unsynced = 0
             log.info(
-                "job %r ends: what its last %d steps trained is in the local model (%.1f s)",
-                self._name, steps, time.monotonic() - started,
+                "job %r ends: what its last %s trained is in the local model (%.1f s)",
+                self._name, counted(steps, "step"), time.monotonic() - started,
             )  # fmt: skip
         except GpumuxError as error:
             log.warning(
-                "job %r ends, and what its last %d steps trained could not be brought back: %s. The local model is as"
-                " it was before them",
+                "job %r ends, and what its last %s trained could not be brought back: %s. The local model is as it was"
+                " before",
                 self._name,
-                steps,
+                counted(steps, "step"),
                 error.message,
             )
             return False

@@ -15,6 +15,7 @@ from gpumux.burst.placement import RankPlacement
 from gpumux.burst.ranks import BurstSplitter
 from gpumux.capture.batch.containers import flatten
 from gpumux.capture.microbatch.split import check_microbatches
+from gpumux.capture.source import folded
 from gpumux.capture.state import StateTable
 from gpumux.client.arguments import (
     check_compile,
@@ -44,7 +45,6 @@ from gpumux.client.recovery import find_kept, open_job
 from gpumux.client.remote import Remote
 from gpumux.client.session import Session, connect_with_retry, devices_of
 from gpumux.client.snapshots import write, write_of_rank
-from gpumux.client.tracebacks import folded
 from gpumux.errors import ConfigError, NotOwner
 from gpumux.program.saved_plan import SavedPlan
 from gpumux.waves.steps import Waves

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from gpumux import client, errors
-from gpumux.client.tracebacks import VARIABLE, fold
+from gpumux.capture.source import VARIABLE, fold
+from gpumux.client.local_model import LocalModel
 from tests.threads import one_thread
 
 X = torch.randn(3, 4)
+ROOT = str(Path(__file__).parents[2])
 
 
 class Branches(nn.Module):
@@ -125,3 +129,39 @@ def test_an_error_of_a_call_ends_at_the_call(endpoint: str) -> None:
             with pytest.raises(errors.BadBatch) as caught:
                 step(X, y + 9)
             assert functions(caught.value) == ["test_an_error_of_a_call_ends_at_the_call"]
+
+
+def test_an_error_of_a_read_between_steps_ends_at_the_line_that_reads(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(self: LocalModel, parts: Any) -> None:
+        raise errors.DaemonGone("the daemon is gone", "start it")
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    reads = {
+        "tensor": lambda: model.weight.sum(),
+        "module": lambda: model(X),
+        "function that asks no torch function": lambda: torch.tensor(model.bias),
+        "copy": lambda: copy.deepcopy(model.weight),
+        "text": lambda: repr(model.weight),
+        "optimizer": lambda: optimizer.state[model.weight],
+    }
+    with one_thread(), client.submit(step, example=X, model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        job.step(X)
+        with monkeypatch.context() as broken:
+            broken.setattr(LocalModel, "_bring", gone)
+            for read in reads.values():
+                with pytest.raises(errors.StaleState, match="start it") as caught:
+                    read()
+                frames = traceback.extract_tb(caught.value.__traceback__)
+                assert not [frame for frame in frames if "/gpumux/" in frame.filename.removeprefix(ROOT)]
+                assert "direct cause" not in "".join(traceback.format_exception(caught.value))

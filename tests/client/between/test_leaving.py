@@ -148,7 +148,7 @@ def test_l1_a_job_that_ended_says_that_nothing_comes(endpoint: str, caplog: pyte
         model[0].weight.sum()
     with caplog.at_level(logging.WARNING, "gpumux.client"):
         job.close()
-    assert "what its last 1 steps trained could not be brought back" in caplog.text
+    assert "what its last 1 step trained could not be brought back" in caplog.text
     assert model[0].weight.sum().isfinite()
 
 
