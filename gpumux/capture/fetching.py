@@ -162,14 +162,19 @@ def fetching(plain: type) -> type:
 def _without_values(plain: Any, function: Callable[..., Any], refuse: Callable[[], Any], what: str) -> type:
     """A subclass of a tensor's class for tensors without values: `function` decides which functions are allowed,
     copying is refused."""
+
+    @folded
+    def copied(self: torch.Tensor, memo_or_protocol: Any) -> Any:
+        return refuse()
+
     found: type = type(plain)(
         plain.__name__,
         (plain,),
         {
             "__module__": plain.__module__,
             "__torch_function__": classmethod(function),
-            "__deepcopy__": folded(lambda self, memo: refuse()),
-            "__reduce_ex__": folded(lambda self, protocol: refuse()),
+            "__deepcopy__": copied,
+            "__reduce_ex__": copied,
             "__repr__": lambda self, **kwargs: f"<a {what.format(tuple(self.shape))}>",
         },
     )
@@ -763,6 +768,14 @@ class FetchingState(defaultdict[Any, Any]):
             self.plain = optimizer.state
         return self.plain
 
+    @folded
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self.real(), memo)
+
+    @folded
+    def __bool__(self) -> bool:
+        return bool(self.real())
+
 
 def plain_state(state: Any) -> Any:
     """An optimizer's state as its own dictionary, without a fetch."""
@@ -791,5 +804,3 @@ _forward(
         "setdefault", "update", "values",
     )
 )  # fmt: skip
-FetchingState.__deepcopy__ = folded(lambda self, memo: copy.deepcopy(self.real(), memo))  # type: ignore[attr-defined]
-FetchingState.__bool__ = folded(lambda self: bool(self.real()))  # type: ignore[attr-defined]
