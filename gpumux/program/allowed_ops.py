@@ -72,7 +72,7 @@ celu celu_ elu elu_ elu_backward gelu gelu_ gelu_backward glu glu_backward glu_j
 hardshrink hardshrink_backward hardsigmoid hardsigmoid_ hardsigmoid_backward hardswish hardswish_ hardswish_backward
 hardtanh hardtanh_ hardtanh_backward leaky_relu leaky_relu_ leaky_relu_backward log_sigmoid_forward
 log_sigmoid_backward mish mish_ mish_backward _prelu_kernel _prelu_kernel_backward relu relu_ relu6 relu6_
-rrelu_with_noise_backward selu selu_ sigmoid_backward
+logit_backward rrelu_with_noise_backward selu selu_ sigmoid_backward
 silu silu_ silu_backward softplus softplus_backward softshrink softshrink_backward tanh_backward
 threshold threshold_ threshold_backward infinitely_differentiable_gelu_backward
 _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumux.errors import ProgramError
 from gpumux.program import allowed_ops
@@ -37,6 +40,35 @@ def test_every_name_exists_in_torch_or_is_listed_as_absent_somewhere():
 def test_no_name_is_listed_twice():
     names = [name for family in allowed_ops.FAMILIES for name in family.split()]
     assert sorted(names) == sorted(set(names))
+
+
+class Called(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.targets = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.targets.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_the_gradient_of_an_elementwise_operator_calls_is_listed():
+    samples = {"Tensor": torch.full((2, 3), 0.3), "Optional[Tensor]": None, "int": 1, "number": 0.5, "float": 0.5}
+    trained = 0
+    for target in PRESENT:
+        arguments = [str(a.type) for a in overload(target)._schema.arguments if not a.has_default_value()]
+        if torch.Tag.pointwise not in overload(target).tags or not samples.keys() >= set(arguments):
+            continue
+        args = [samples[kind] for kind in arguments]
+        args = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+        with Called() as called, contextlib.suppress(RuntimeError, NotImplementedError):  # not for these types
+            found = overload(target)(*(a.clone() if isinstance(a, torch.Tensor) else a for a in args))
+            if isinstance(found, torch.Tensor) and found.requires_grad:
+                found.abs().sum().backward()
+                trained += 1
+        # That of sgn is a tensor of zeros without memory, which is refused.
+        assert called.targets <= ALLOWED | {"aten._efficientzerotensor.default"}, target
+    assert trained > 150
 
 
 def test_nothing_is_listed_that_reaches_outside_a_program():
