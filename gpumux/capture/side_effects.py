@@ -221,7 +221,7 @@ def changes_variables(changes: Sequence[Change]) -> NotRepeatable:
         return NotRepeatable(
             f"the step changes the length of a container while it runs: {names}",
             "gpumux runs a step's Python only when it captures it: return the value from the step, and put it there in"
-            f" the loop: {grown}.append(step(x, y)) (what a step returns is a tensor that is already detached)",
+            f" the loop (a list: {grown}.append(step(x, y)); what a step returns is a tensor that is already detached)",
         )
     return NotRepeatable(
         f"the step changes Python variables while it runs: {names}",
