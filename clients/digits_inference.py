@@ -37,7 +37,7 @@ def serve(args: argparse.Namespace) -> None:
     if args.load:
         load(model, args.load)
     else:
-        practise(model, data, args)
+        practise(model, data, args.seed)
     model.eval()
 
     def predict(x: Tensor) -> Tensor:
@@ -133,10 +133,10 @@ def load(model: nn.Module, path: Path) -> None:
     model.load_state_dict({key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)})
 
 
-def practise(model: nn.Module, data: Digits, args: argparse.Namespace) -> None:
+def practise(model: nn.Module, data: Digits, seed: int) -> None:
     """Train here for a moment, so that there is something to predict with."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    batches = data.batches(64, args.seed)
+    batches = data.batches(64, seed)
     for _ in range(PRACTICE * data.steps_per_epoch(64)):
         x, y = next(batches)
         optimizer.zero_grad()

@@ -1,15 +1,21 @@
 """A small HTTP server for a model: requests that come together run as one batch.
 
-POST /predict with {"inputs": [numbers]} answers {"outputs": [numbers]}. A thread of its own takes what has come, at
-most `rows` requests, or fewer after `wait_s` seconds, fills the batch up with zeros and runs it as one step.
+    python -m clients.serving.http_server --port 8000
+    curl --json "{\\"inputs\\": [$(seq -s , 64)]}" http://127.0.0.1:8000/predict
+
+POST /predict with {"inputs": [numbers]} answers {"outputs": [numbers]}: here the scores of ten classes for an image of
+64 numbers. A thread of its own takes what has come, at most `rows` requests, or fewer after `wait_s` seconds, fills the
+batch up with zeros and runs it as one step. Ctrl-C ends it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import queue
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from clients.data import digits
+from clients.digits_inference import practise
+from clients.job import open_job
+from clients.models.cnn import cnn
 
 MAX_BODY = 1 << 20  # bytes
 ANSWER_S = 60.0  # after which a request is answered with 503
@@ -92,7 +103,11 @@ def serving(batcher: Batcher, port: int = 0) -> Iterator[int]:
             self._send(200 if self.path == "/healthz" else 404, {})
 
         def do_POST(self) -> None:
-            length = int(self.headers.get("Content-Length", 0))
+            given = self.headers.get("Content-Length", "0")
+            if not (given.isascii() and given.isdigit()):  # then nothing says where the next request begins
+                self.close_connection = True
+                return self._send(400, {"error": f"Content-Length is {given}"})
+            length = int(given)
             if length > MAX_BODY:
                 self.close_connection = True
                 return self._send(413, {"error": f"at most {MAX_BODY} bytes"})
@@ -130,3 +145,48 @@ def serving(batcher: Batcher, port: int = 0) -> Iterator[int]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = argparse.ArgumentParser(description="Serve scores for images of handwritten digits over HTTP.")
+    flags.add_argument("--port", type=int, default=8000, help="of 127.0.0.1; 0 picks one (default: 8000)")
+    flags.add_argument("--rows", type=int, default=8, help="requests that run together at most (default: 8)")
+    flags.add_argument("--priority", choices=("high", "low"), default="high", help="the job's class (default: high)")
+    flags.add_argument("--endpoint", help="the daemon (default: $GPUMUX_ENDPOINT, or that of GPU 0 on this machine)")
+    flags.add_argument("--plain", action="store_true", help="run the model here, without gpumux")
+    args = flags.parse_args(argv)
+    try:
+        serve(args)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+    return 0
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Until Ctrl-C."""
+    torch.manual_seed(0)
+    model = cnn("tiny")
+    practise(model, digits(), 0)
+    model.eval()
+
+    def predict(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            out: Tensor = model(x.view(-1, 1, 8, 8))
+        return out
+
+    example = (torch.zeros(args.rows, 64),)
+    with open_job(
+        predict, plain=args.plain, example=example, model=model, optimizer=None, priority=args.priority, name="http",
+        seed=0, endpoint=args.endpoint,
+    ) as job:  # fmt: skip
+        batcher = Batcher(lambda x: job.step(x).result(), args.rows, 64)
+        try:
+            with serving(batcher, args.port) as port:
+                print(f"listening on http://127.0.0.1:{port}", flush=True)
+                threading.Event().wait()
+        finally:
+            batcher.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

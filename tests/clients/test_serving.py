@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -89,10 +93,12 @@ def test_closing_answers_what_was_asked() -> None:
     assert asked.result(0) == [2.0]
 
 
-def answer(port: int, method: str, path: str, body: str | None = None) -> tuple[int, Any]:
+def answer(
+    port: int, method: str, path: str, body: str | None = None, headers: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
-        connection.request(method, path, body)
+        connection.request(method, path, body, dict(headers))
         found = connection.getresponse()
         return found.status, json.loads(found.read())
     finally:
@@ -110,6 +116,24 @@ def test_http_answers_and_refusals() -> None:
         assert answer(port, "POST", "/predict", '{"inputs": [-1, 2]}') == (503, {"error": "a negative number"})
         assert answer(port, "GET", "/other")[0] == 404
         assert answer(port, "POST", "/other", "{}")[0] == 404
+        for length in ("-5", "x", "1_0"):
+            status, content = answer(port, "POST", "/predict", "{}", {"Content-Length": length})
+            assert (status, content) == (400, {"error": f"Content-Length is {length}"})
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_the_server_runs_by_itself_until_ctrl_c(endpoint: str) -> None:
+    command = [sys.executable, "-m", "clients.serving.http_server", "--port", "0", "--endpoint", endpoint]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().rpartition(":")[2])
+        status, content = answer(port, "POST", "/predict", json.dumps({"inputs": [0.5] * 64}))
+        assert status == 200
+        assert len(content["outputs"]) == 10
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "stopped\n"
+        assert process.returncode == 0
 
 
 @pytest.mark.slow
