@@ -75,6 +75,27 @@ def test_models_that_draw_train_as_each_does_alone(optimizer: Any, endpoint: str
                 assert relative_difference(found[key], value) < 1e-9
 
 
+@pytest.mark.extended
+def test_arrays_and_jobs_at_the_same_time_draw_each_by_itself(endpoint: str) -> None:
+    factory = training(dropping)
+    step, model, optimizer = factory(configs()[0])
+    with ExitStack() as stack:
+        given: list[dict[str, Any]] = [{"priority": "high"}, {"seeds": [5, 6, 7]}]
+        first, other = (
+            stack.enter_context(made(endpoint, factory, name=f"array {i}", **o)) for i, o in enumerate(given)
+        )
+        options: dict[str, Any] = {"model": model, "optimizer": optimizer, "endpoint": endpoint, "seed": SEEDS[0]}
+        job = stack.enter_context(client.submit(step, example=DATA[0], **options))
+        losses = [(first.step(*b).result(), other.step(*b).result(), job.step(*b).result()) for b in DATA]
+        futures = [(first.step(*b), other.step(*b), job.step(*b)) for b in DATA]
+        losses += [tuple(f.result() for f in each) for each in futures]
+    for b, config in enumerate(configs()):
+        for which, seed in enumerate((SEEDS[b], 5 + b)):
+            for found, want in zip(losses, alone(factory, config, seed, DATA * 2)[0], strict=True):
+                assert relative_difference(found[which][b], want) < 1e-9
+                assert b or which or relative_difference(found[2], want) < 1e-9
+
+
 def test_without_seeds_each_model_has_draws_of_its_own_and_has_them_again(endpoint: str) -> None:
     """The factory seeds torch, so that the generator stands at another state for each model."""
 
