@@ -11,7 +11,6 @@ import json
 import logging
 import mmap
 import os
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,11 +25,12 @@ from torch import _C
 from gpumux.device.cpu.program import LoadedProgram
 from gpumux.device.run import gpu_operators
 from gpumux.device.run.operands import SlotOperands, allocate
-from gpumux.errors import NotFusible
+from gpumux.errors import JobFailed, NotFusible, ProgramError
 from gpumux.fuse.emit import FusionEmitter
 from gpumux.fuse.template import Fused, numbers, stream_bytes
 from gpumux.hostmemory import cpu_name
 from gpumux.program import onednn_lstm
+from gpumux.program.check import schema
 from gpumux.program.codec import encode
 from gpumux.program.ir import (
     ALIGN,
@@ -47,7 +47,7 @@ from gpumux.program.ir import (
     slot_layout,
 )
 from gpumux.program.memory import first_fit, footprint
-from gpumux.program.validate import out_views, state_slots
+from gpumux.program.validate import op_args, out_views, state_slots, tensor_refs
 
 # ---- Runs a Program in this process, with the CPU device's own interpreter and graphs.
 
@@ -323,43 +323,67 @@ def cache_file() -> Path:
     return Path(base).expanduser() / "gpumux" / "fusion-times.json"
 
 
-# ---- A Program in float64 instead of float32: differences that two orders of summation make by rounding are then far
-# smaller than those of a wrong operator, even if a step is discontinuous (a maximum, a ReLU) or divides by a number
-# close to zero (Adam).
+# ---- A Program in float64 instead of float32, float16 and bfloat16: differences that two orders of summation make by
+# rounding are then far smaller than those of a wrong operator, even if a step is discontinuous (a maximum, a ReLU) or
+# divides by a number close to zero (Adam).
 
 
-_FROM, _TO = "float32", "float64"
+_NARROW, _TO = frozenset({"float32", "float16", "bfloat16"}), "float64"
 
 
 def in_float64(program: Program) -> Program | None:
-    """The Program with float64 wherever it has float32; None where memory of float32 is also read as another type, or
-    an operator takes no float64."""
+    """The Program with float64 wherever it has floats of fewer bits; None where their memory is also read as another
+    type, or an operator takes no float64."""
     if any(op.target in onednn_lstm.TARGETS for op in program.ops):
         return None
     dtypes: dict[int, set[str]] = {}
     for view in program.views:
         dtypes.setdefault(view.storage, set()).add(view.dtype)
-    changed = {storage for storage, found in dtypes.items() if _FROM in found}
+    changed = {storage: next(iter(found)) for storage, found in dtypes.items() if found & _NARROW}
     if any(len(dtypes[storage]) > 1 for storage in changed):
         return None
     storages, consts = list(program.storages), list(program.consts)
-    for index in changed:
+    for index, dtype in changed.items():
         storage = storages[index]
-        storages[index] = replace(storage, nbytes=2 * storage.nbytes)
+        storages[index] = replace(storage, nbytes=storage.nbytes // ITEM_BYTES[dtype] * ITEM_BYTES[_TO])
         if storage.kind == "const":
-            consts[storage.slot] = array("d", array("f", consts[storage.slot])).tobytes()
-    views = tuple(replace(v, dtype=_TO) if v.dtype == _FROM else v for v in program.views)
-    ops = tuple(
-        replace(op, args=_wider(op.args), kwargs=tuple((name, _wider(value)) for name, value in op.kwargs))
-        for op in program.ops
-    )
-    return replace(program, storages=tuple(storages), views=views, ops=ops, consts=tuple(consts))
+            held = bytearray(consts[storage.slot])
+            consts[storage.slot] = (
+                torch.frombuffer(held, dtype=getattr(torch, dtype)).double().numpy().tobytes() if held else b""
+            )
+    views = [replace(v, dtype=_TO) if v.dtype in _NARROW else v for v in program.views]
+    ops: list[Op] = []
+    for op in program.ops:
+        wider = replace(op, args=_wider(op.args), kwargs=tuple((name, _wider(value)) for name, value in op.kwargs))
+        ops += _of_no_floats(wider, program, storages, views)
+    return replace(program, storages=tuple(storages), views=tuple(views), ops=tuple(ops), consts=tuple(consts))
 
 
 def _wider(arg: Arg) -> Any:
     if isinstance(arg, tuple):
         return tuple(map(_wider, arg))
-    return Tag("dtype", _TO) if arg == Tag("dtype", _FROM) else arg
+    return Tag("dtype", _TO) if isinstance(arg, Tag) and arg.kind == "dtype" and arg.name in _NARROW else arg
+
+
+def _of_no_floats(op: Op, program: Program, storages: list[Storage], views: list[View]) -> list[Op]:
+    """An operator of the Program in float64. One that makes floats of no floats (torch.rand, the quotient of whole
+    numbers) makes them in torch's default type, whatever its operands' types."""
+    made = [view for view in out_views(op.outs) if program.views[view].dtype in _NARROW]
+    if len(made) != 1 or op.outs != (made[0],) or storages[program.views[made[0]].storage].kind != "temp":
+        return [op]
+    if any(getattr(torch, program.views[ref.view].dtype).is_floating_point for ref in tensor_refs(op_args(op))):
+        return [op]
+    arguments = {argument.name for argument in schema(op.target).overload._schema.arguments if argument.kwarg_only}
+    given = dict(op.kwargs)
+    if given.get("dtype") is not None:
+        return [op]
+    if "dtype" in arguments:
+        return [replace(op, kwargs=tuple(sorted((given | {"dtype": Tag("dtype", _TO)}).items())))]
+    narrow = program.views[made[0]]
+    storages.append(program.storages[narrow.storage])
+    views.append(replace(narrow, storage=len(storages) - 1))
+    widened = Op("aten._to_copy.default", (TensorRef(len(views) - 1),), (("dtype", Tag("dtype", _TO)),), op.outs)
+    return [replace(op, outs=(len(views) - 1,)), widened]
 
 
 # ---- Verifies a fused Program against one that runs every operator once a model, on synthetic numbers, before it is
@@ -392,7 +416,22 @@ def check(fused: Fused, each: Fused, values: Sequence[Sequence[float | int]]) ->
     """Raise NotFusible unless both do the same to the same state and batch. values: each model's host scalars."""
     wide = [in_float64(f.program) for f in (fused, each)]
     if wide[0] is not None and wide[1] is not None:
-        fused, each = replace(fused, program=wide[0]), replace(each, program=wide[1])
+        try:
+            _compare(replace(fused, program=wide[0]), replace(each, program=wide[1]), values)
+        except (ProgramError, JobFailed) as error:
+            log.debug("verified in its own types, since it does not run in float64: %s", error)
+        else:
+            return
+    try:
+        _compare(fused, each, values)
+    except (ProgramError, JobFailed) as error:
+        raise NotFusible(
+            f"the step does not run on synthetic numbers on the CPU, by which fusing it is verified: {error.message}",
+            'fuse nothing: choose="per-model"',
+        ) from error
+
+
+def _compare(fused: Fused, each: Fused, values: Sequence[Sequence[float | int]]) -> None:
     found, wanted = _ran(fused, values), _ran(each, values)
     unsure = {name: (found[name], b) for name, b in wanted.items() if not _same(found[name], b)}
     del found, wanted  # each run holds the state of all models
@@ -443,8 +482,8 @@ def _ran(fused: Fused, values: Sequence[Sequence[float | int]], perturbed: bool 
     shake = torch.Generator().manual_seed(12) if perturbed else None
     buffers = [_synthetic_buffer(nbytes, dtypes[slot], generator, shake) for slot, nbytes in slots]
     if fused.streams:
-        state = torch.Generator().manual_seed(5).get_state()
-        buffers[-1].view(-1, stream_bytes()).copy_(state.expand(fused.models, -1))
+        for model, stream in enumerate(buffers[-1].view(-1, stream_bytes())):  # each draws other numbers
+            stream.copy_(torch.Generator().manual_seed(5 + model).get_state())
     runner = ProgramRunner(program, buffers)
     for target, index in zip(runner.inputs, program.inputs, strict=True):
         view = program.views[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpumux.errors import ConfigError, NotFusible
 from gpumux.fuse import fuse as fuse_module
 from gpumux.fuse import proof, rules
 from gpumux.fuse.emit import Declined
+from gpumux.fuse.template import Fused
 from gpumux.fuse.variants import END, Timed, cheapest
 from gpumux.program.ir import Program, ProgramBuilder
 from tests.fuse.serial import array_of, batches, check, configs, steady, ways
@@ -235,11 +237,91 @@ def test_a_rule_that_is_wrong_by_little_is_found(target: str, monkeypatch: pytes
         fuse.Array(single, configs(), torch.ones(6, 5))
 
 
+class Halved(nn.Module):
+    """Batch norm between layers in bfloat16: its statistics are in float32, and must be in float64 if its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.last(self.norm(self.first(x.reshape(6, 1, 5, 1).expand(6, 1, 5, 5))).mean((2, 3))).float()
+
+
+class Drawn(nn.Module):
+    """Floats made of no floats are of torch's default type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x) * (torch.rand(6, 1) > 0.2)
+        return y * ((y > 0).sum() / 6)
+
+
+@pytest.mark.parametrize("module", [Halved, Drawn])
+def test_all_floats_are_verified_in_float64(module: Any, monkeypatch: pytest.MonkeyPatch):
+    with_times(monkeypatch, by_operator())
+
+    def factory(config: Any) -> Any:
+        torch.manual_seed(config.seed)
+        model = module()
+        optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, model, optimizer
+
+    fuse.Array(factory, configs(), torch.ones(6, 5)).close()
+    right = rules.RULES["aten.addmm.default"]
+    monkeypatch.setitem(rules.RULES, "aten.addmm.default", lambda call: right(call) * 1.00001)
+    with pytest.raises(NotFusible, match="fused wrongly"):
+        fuse.Array(factory, configs(), torch.ones(6, 5))
+
+
+def test_what_does_not_run_in_float64_is_verified_in_its_own_types(monkeypatch: pytest.MonkeyPatch):
+    build = ProgramBuilder()
+    x = build.state("float32", (4,))
+    waves = build.call("aten._fft_r2c.default", x, (0,), 0, True, dtype="complex64", size=(3,))
+    build.result(build.call("aten.abs.default", waves, dtype="float32", size=(3,)))
+    fused = Fused(build.build(), 1, (), (), (), False, ((0,),), False)
+    types, ran = [], proof._ran
+    monkeypatch.setattr(
+        proof, "_ran", lambda made, *rest: types.append(made.program.views[0].dtype) or ran(made, *rest)
+    )
+    proof.check(fused, fused, [[]])
+    assert types == ["float64", "float32", "float32"]
+    build.call("aten.index_select.default", x, 0, x, dtype="float32", size=(4,))
+    fused = replace(fused, program=build.build())
+    with pytest.raises(NotFusible, match=r'does not run on synthetic numbers.*index_select.*choose="per-model"'):
+        proof.check(fused, fused, [[]])
+
+
 def test_draws_are_alike_in_what_is_compared(monkeypatch: pytest.MonkeyPatch):
     with_times(monkeypatch, by_operator())
     module = lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 4))  # noqa: E731
     operators = ["aten.native_batch_norm.default", "aten.native_batch_norm_backward.default"]
     check(steady(module), batches(6, 5), choose="measured", per_model_operators=operators)
+
+
+def test_draws_of_another_model_are_found(monkeypatch: pytest.MonkeyPatch):
+    """Each model draws other numbers in what is compared."""
+    with_times(monkeypatch, by_operator())
+
+    class Noisy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (torch.rand_like(x) > 0.3)
+
+    monkeypatch.setitem(rules.RULES, "aten.gt.Scalar", lambda call: (call["self"].all() > 0.3).flip(0))
+    with pytest.raises(NotFusible, match=r"fused wrongly: .*aten\.gt\.Scalar"):
+        fuse.Array(steady(lambda: Noisy(5, 5)), configs(), batches(6, 5)[0])
 
 
 def test_a_plan_needs_a_step():

@@ -59,6 +59,8 @@ class FakeDriver:
         self.broken = ""
         self.log: list[tuple[str, int]] = []  # (call, stream), of what goes to streams
         self.opened = False
+        self.own_thread = False  # its GPU runs by itself, so that draws of a job could mix with those of another
+        self.drawing = 0  # thread that draws numbers: the GPU does nothing but when it waits, then by that thread
         self.green = True
         self.partitions: dict[int, int] = {}  # multiprocessors of each
         self.captured: list[Any] | None = None  # what is captured now
@@ -151,7 +153,7 @@ class FakeDriver:
 
     def idle(self, stream: int) -> bool:
         self._check("idle")
-        if self.auto:
+        if self.auto or self.drawing == threading.get_ident():
             self.advance(1)
         return not self.streams[stream].work
 
@@ -186,7 +188,7 @@ class FakeDriver:
 
     def reached(self, event: int) -> bool:
         self._check("reached")
-        if self.auto:
+        if self.auto or self.drawing == threading.get_ident():
             self.advance(1)
         known = self.events[event]
         return known.reached == known.recorded
@@ -311,13 +313,13 @@ _WINDOWS = (torch.ops.aten.empty.memory_format, torch.ops.aten.detach.default)
 
 class FakeGenerator:
     """A generator whose state is, as a GPU's, a seed and how much was drawn. It draws what the CPU's of this seed
-    does, as long as its states are those that a generator of this process has had."""
+    does, also after it is set to a state that a generator of this process has had."""
 
     _known: ClassVar[dict[tuple[int, int], torch.Tensor]] = {}  # the CPU's states
 
     def __init__(self, seed: int) -> None:
         self._seed, self._offset = seed, 0
-        self._known.setdefault((seed, 0), torch.Generator().manual_seed(seed).get_state())
+        self._now = self._known.setdefault((seed, 0), torch.Generator().manual_seed(seed).get_state())
 
     def get_state(self) -> torch.Tensor:
         return torch.frombuffer(bytearray(struct.pack("<Qq", self._seed, self._offset)), dtype=torch.uint8)
@@ -328,17 +330,17 @@ class FakeGenerator:
             raise RuntimeError("offset must be a multiple of 4")
         self._seed, self._offset = seed, offset
         other = torch.Generator().manual_seed(seed if offset == 0 else hash((seed, offset)))
-        self._known.setdefault((seed, offset), other.get_state())
+        self._now = self._known.setdefault((seed, offset), other.get_state())
 
     def begin(self) -> None:
-        torch.default_generator.set_state(self._known[self._seed, self._offset])
+        torch.default_generator.set_state(self._now)
 
     def end(self) -> None:
         """It is not advanced by what was only captured."""
         after = torch.default_generator.get_state()
-        if not torch.equal(after, self._known[self._seed, self._offset]):
+        if not torch.equal(after, self._now):
             self._offset += 4
-            self._known[self._seed, self._offset] = after
+            self._now = self._known[self._seed, self._offset] = after
 
 
 class FakeGraph:
@@ -411,7 +413,6 @@ class FakeCompute:
 
     @contextmanager
     def drawing_from(self, generator: FakeGenerator) -> Iterator[None]:
-        # Two jobs that draw at the same time would mix here: torch's CPU has one default generator for all threads.
         captured = self.driver.captured if self._captures() else None
         if captured is None:
             self._enter(generator)
@@ -428,6 +429,9 @@ class FakeCompute:
                 captured.append(self._leave)
 
     def _enter(self, generator: FakeGenerator) -> None:
+        if self.driver.own_thread:  # torch's CPU has one default generator for all threads
+            self.driver.lock.acquire()
+            self.driver.drawing = threading.get_ident()
         self._entered().append((torch.default_generator.get_state(), generator))
         generator.begin()
 
@@ -435,6 +439,9 @@ class FakeCompute:
         before, generator = self._entered().pop()
         generator.end()
         torch.default_generator.set_state(before)
+        if self.driver.own_thread:
+            self.driver.drawing = threading.get_ident() if self._entered() else 0
+            self.driver.lock.release()
 
     def _entered(self) -> list[tuple[torch.Tensor, FakeGenerator]]:
         """The generators that this thread draws from, innermost last, and the state before each."""

@@ -23,6 +23,7 @@ class RunningDriver(FakeDriver):
 
     def __init__(self) -> None:
         super().__init__(auto=False)
+        self.own_thread = True
         signal.signal(signal.SIGUSR1, lambda *_: self.break_with("CUDA_ERROR_ILLEGAL_ADDRESS"))
         threading.Thread(target=self._run, daemon=True).start()
 

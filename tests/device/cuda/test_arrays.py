@@ -75,6 +75,53 @@ def test_models_that_draw_train_as_each_does_alone(optimizer: Any, endpoint: str
                 assert relative_difference(found[key], value) < 1e-9
 
 
+@pytest.mark.extended
+def test_a_model_that_draws_later_than_the_others_begins_at_its_seed(endpoint: str) -> None:
+    """Its generator begins from what lies in the buffer with the others' when a program comes in which it draws."""
+
+    def factory(config: Config) -> Any:
+        torch.manual_seed(config.seed)
+        model = nn.Linear(5, 4).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
+
+        def step(x: torch.Tensor, noisy: bool) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x + torch.randn_like(x) if noisy or config.seed == 1 else x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, model, optimizer
+
+    data = [(x, i >= 2) for i, (x,) in enumerate(DATA[:4])]
+    with made(endpoint, factory, example=data[0], partial=True) as array:
+        losses = [array.step(*batch).result() for batch in data]
+    for b, config in enumerate(configs()):
+        for mine, theirs in zip(losses, alone(factory, config, SEEDS[b], data)[0], strict=True):
+            assert relative_difference(mine[b], theirs) < 1e-9
+
+
+@pytest.mark.extended
+def test_arrays_and_jobs_at_the_same_time_draw_each_by_itself(endpoint: str) -> None:
+    factory = training(dropping)
+    step, model, optimizer = factory(configs()[0])
+    with ExitStack() as stack:
+        given: list[dict[str, Any]] = [{"priority": "high"}, {"seeds": [5, 6, 7]}]
+        first, other = (
+            stack.enter_context(made(endpoint, factory, name=f"array {i}", **o)) for i, o in enumerate(given)
+        )
+        options: dict[str, Any] = {"model": model, "optimizer": optimizer, "endpoint": endpoint, "seed": SEEDS[0]}
+        job = stack.enter_context(client.submit(step, example=DATA[0], **options))
+        losses = [(first.step(*b).result(), other.step(*b).result(), job.step(*b).result()) for b in DATA]
+        futures = [(first.step(*b), other.step(*b), job.step(*b)) for b in DATA]
+        losses += [tuple(f.result() for f in each) for each in futures]
+    for b, config in enumerate(configs()):
+        for which, seed in enumerate((SEEDS[b], 5 + b)):
+            for found, want in zip(losses, alone(factory, config, seed, DATA * 2)[0], strict=True):
+                assert relative_difference(found[which][b], want) < 1e-9
+                assert b or which or relative_difference(found[2], want) < 1e-9
+
+
 def test_without_seeds_each_model_has_draws_of_its_own_and_has_them_again(endpoint: str) -> None:
     """The factory seeds torch, so that the generator stands at another state for each model."""
 
@@ -134,6 +181,10 @@ def test_attention_as_a_gpu_runs_it(dropout: float, endpoint: str) -> None:
         losses = [array.step(*batch).result() for batch in data]
         how = {d.target: d.how for d in array.plan().rows}
         assert how[FORWARD] == how[BACKWARD] == ("per-model" if dropout else "fused")
+        program = array.programs[0]
+        masks = [op.args[3] for op in program.ops if op.target == FORWARD]
+        for mask in masks if not dropout else []:
+            assert program.views[mask.view].stride[-2] % 4 == 0, "the kernel takes rows that begin at 16 bytes"
     for b, config in enumerate(configs()):
         with made(endpoint, factory, [config], seeds=[SEEDS[b]], example=data[0]) as one:
             for batch, want in zip(data, losses, strict=True):
