@@ -75,7 +75,8 @@ def test_links_lead_somewhere(page: str):
 
 
 def test_the_commands_exist():
-    commands = re.findall(r"python -m ((?:clients|microbench)\.[\w.]*\w)", README + (ROOT / "CONTRIBUTING.md").read_text())
+    pages = README + (ROOT / "CONTRIBUTING.md").read_text()
+    commands = re.findall(r"python -m ((?:clients|microbench)\.[\w.]*\w)", pages)
     assert commands
     assert [c for c in commands if not (ROOT / f"{c.replace('.', '/')}.py").exists()] == []
     targets = set(re.findall(r"make ([a-z-]+)", README)) - {"it", "sure"}
