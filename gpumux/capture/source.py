@@ -470,6 +470,11 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
             "act in the loop, with the local model, and give the step what it learns from: job.step(states, actions,"
             " returns)"
         )
+    elif _FACTOR.search(_text_of_line()) is not None:
+        remedy = (
+            "alpha= and value= are Python's numbers, and torch reads one from a tensor: multiply by the tensor,"
+            " p.add_(rate * update) for p.add_(update, alpha=rate)"
+        )
     elif whole_number:
         remedy += (
             "; keep a counter or a queue's pointer as a Python number, self.ptr = (self.ptr + n) % size, or as a"
@@ -506,6 +511,7 @@ _ACTS = re.compile(
 )  # env.step(a.item())
 _EDGES = re.compile(r"\bedge_(index|attr|weight)\b")
 _SIZE = re.compile(r"\bmax\(|\bone_hot\(")
+_FACTOR = re.compile(r"\b(add|sub|addcmul|addcdiv|addmm|baddbmm)_?\(.*\b(alpha|value)=")
 
 
 def _text_of_line() -> str:
