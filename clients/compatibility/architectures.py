@@ -984,6 +984,47 @@ def graph_by_scatter_add(train: Train) -> Any:
     return _graph(lambda out, index, source: out.scatter_add(0, index.unsqueeze(1).expand_as(source), source), train)
 
 
+@idiom("farthest points and the points around them (PointNet++): distance[mask] = dist[mask]")
+def farthest_points(train: Train) -> Any:
+    model = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    clouds, labels = torch.randn(5, 4, 24, 3), torch.randint(0, 8, (5, 4))
+
+    def farthest(points: Tensor, count: int) -> Tensor:
+        rows = torch.arange(len(points))
+        centroids = torch.zeros(len(points), count, dtype=torch.long)
+        distance = torch.ones(points.shape[:2]) * 1e10
+        found = torch.randint(0, points.size(1), (len(points),), dtype=torch.long)
+        for i in range(count):
+            centroids[:, i] = found
+            dist = torch.sum((points - points[rows, found, :].view(-1, 1, 3)) ** 2, -1)
+            mask = dist < distance
+            distance[mask] = dist[mask]
+            found = torch.max(distance, -1)[1]
+        return points[rows[:, None], centroids]
+
+    def around(points: Tensor, centers: Tensor, radius: float, count: int) -> Tensor:
+        n = points.size(1)
+        group = torch.arange(n).repeat(len(points), centers.size(1), 1)
+        group[torch.cdist(centers, points) > radius] = n
+        group = group.sort(dim=-1)[0][:, :, :count]
+        first = group[:, :, :1].repeat(1, 1, count)
+        mask = group == n
+        group[mask] = first[mask]
+        return points[torch.arange(len(points))[:, None, None], group] - centers[:, :, None]
+
+    def step(points: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        features = model(around(points, farthest(points, 6), 1.0, 5)).amax((1, 2))
+        loss = F.cross_entropy(features, y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (clouds[0], labels[0]), model=model, optimizer=optimizer)
+    return [run(x, y).item() for x, y in zip(clouds, labels, strict=True)], model
+
+
 @idiom("a graph convolution by torch.sparse.mm with an adjacency made of the edges", refused=UnsupportedOperator,
        instead="sum over the edges: out.index_add(0, target, x[source])", changed=graph_by_index_add)  # fmt: skip
 def graph_by_sparse(train: Train) -> Any:

@@ -422,7 +422,8 @@ _FORWARD_MODE = (
 
 _MASK = (
     "a mask as an index gives as many rows as it has values that are true: multiply by it, (loss * mask).sum() /"
-    " mask.sum(), or let cross_entropy leave labels out: ignore_index="
+    " mask.sum(), let cross_entropy leave labels out: ignore_index=, write with one mask, x[mask] = y[mask], or return"
+    " both from the step and index outside"
 )
 _OF_GRAPHS = (
     "add the self-loops before the step, edge_index, _ = add_remaining_self_loops(edge_index), and make the layers"
@@ -473,6 +474,11 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
             "act in the loop, with the local model, and give the step what it learns from: job.step(states, actions,"
             " returns)"
         )
+    elif _FACTOR.search(_text_of_line()) is not None:
+        remedy = (
+            "alpha= and value= are Python's numbers, and torch reads one from a tensor: multiply by the tensor,"
+            " p.add_(rate * update) for p.add_(update, alpha=rate)"
+        )
     elif whole_number:
         remedy += (
             "; keep a counter or a queue's pointer as a Python number, self.ptr = (self.ptr + n) % size, or as a"
@@ -509,6 +515,7 @@ _ACTS = re.compile(
 )  # env.step(a.item())
 _EDGES = re.compile(r"\bedge_(index|attr|weight)\b")
 _SIZE = re.compile(r"\bmax\(|\bone_hot\(")
+_FACTOR = re.compile(r"\b(add|sub|addcmul|addcdiv|addmm|baddbmm)_?\(.*\b(alpha|value)=")
 
 
 def _text_of_line() -> str:

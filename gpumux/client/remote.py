@@ -19,7 +19,7 @@ from gpumux.client.session import Loading, Session, Waits
 from gpumux.errors import DaemonGone, GpumuxError, JobFailed, from_code
 from gpumux.program import codec
 from gpumux.program.indices import undo_of
-from gpumux.program.ir import Program, SlotLayout, aligned, slot_layout
+from gpumux.program.ir import Program, SlotLayout, View, aligned, contiguous_strides, slot_layout
 from gpumux.types import GENERATOR_BYTES
 from gpumux.wire import messages as m
 
@@ -50,6 +50,7 @@ class RemoteProgram:
         self._elsewhere = self.home.type != "cpu"
         self.program = lowered.program
         self.layout: SlotLayout = slot_layout(lowered.program)
+        self._strides = [_own_strides(self.program.views[v]) for v in self.program.results]
         self.free = set(range(slots))  # a set: giving a slot back twice must not make it two
         self.inline = memory is None
         self._memory = memory
@@ -96,7 +97,10 @@ class RemoteProgram:
 
     def take(self, slot: int, frames: Sequence[Any]) -> list[torch.Tensor]:
         """Copy the results out of a slot, to the device of the local model."""
-        found = self._taken(slot, frames)
+        found = [
+            tensor if stride is None else _laid_out(tensor, stride)
+            for tensor, stride in zip(self._taken(slot, frames), self._strides, strict=True)
+        ]
         return [tensor.to(self.home) for tensor in found] if self._elsewhere else found
 
     def _taken(self, slot: int, frames: Sequence[Any]) -> list[torch.Tensor]:
@@ -153,6 +157,24 @@ def lay(target: torch.Tensor, source: torch.Tensor) -> None:
             if stride == 0 and target.shape[dim] > 1:
                 target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
     target.copy_(source)
+
+
+def _own_strides(view: View) -> tuple[int, ...] | None:
+    """The strides of a result that lies contiguous in its slot and did not in the step; None for all others. The
+    script's own kernels choose their order of summation by them. Elements that overlap (windows) stay contiguous."""
+    taken = 1
+    for stride, size in sorted(zip(view.stride, view.size, strict=True)):
+        if size > 1 and stride > 0:
+            if stride < taken:
+                return None
+            taken = stride * size
+    return None if view.stride == contiguous_strides(view.size) else view.stride
+
+
+def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
+    lay(made, tensor)
+    return made
 
 
 def _typed(

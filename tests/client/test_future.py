@@ -462,3 +462,18 @@ def test_completion_knows_the_future_and_what_is_answered_and_does_not_wait(valu
     assert not future._done
     future.result()
     assert {"result", "done", "times"} | {name for name in dir(value) if not name.startswith("_")} <= set(dir(future))
+
+
+def test_results_lie_as_those_of_the_step(endpoint: str) -> None:
+    # Kernels choose their order of summation by strides.
+    x = torch.randn(64, 20, 4)
+
+    def step(x: torch.Tensor) -> Any:
+        y = x * 2
+        return y[..., -1], y.transpose(0, 1), y[::2], y[:, :1].expand(64, 3, 4), y[:0, 0], y.sum()
+
+    with client.submit(step, example=(x,), endpoint=endpoint) as job:
+        got = job.step(x).result()
+    for one, other in zip(got, step(x), strict=True):
+        assert one.stride() == other.stride()
+        assert torch.equal(one.mean(), other.mean()) or not other.numel()

@@ -725,18 +725,38 @@ def test_compiled_models_and_functions_are_refused(endpoint: str, monkeypatch: p
     kind = torch.distributions.Distribution
     monkeypatch.setattr(kind, "_validate_args", kind._validate_args)  # which importing torch's compiler turns off
     model = net()
-    with pytest.raises(errors.CaptureError, match="_orig_mod"):
+    with pytest.raises(errors.CaptureError, match=r"_orig_mod.*TORCHDYNAMO_DISABLE=1"):
         client.submit(lambda x: model(x), example=DATA[0][:1], model=torch.compile(model), endpoint=endpoint)
     inside = nn.Sequential(torch.compile(net()))
     with pytest.raises(errors.CaptureError, match=r"torch\.compile"):
         client.submit(lambda x: inside(x), example=DATA[0][:1], model=inside, endpoint=endpoint)
     fast = torch.compile(lambda x: x * 2)
-    with pytest.raises(errors.CaptureError, match="calls fast"):
+    with pytest.raises(errors.CaptureError, match=r"calls fast.*TORCHDYNAMO_DISABLE=1"):
         client.submit(lambda x: fast(x), example=DATA[0][:1], endpoint=endpoint)
     own = net()
     own.compile()
     with pytest.raises(errors.CaptureError, match=r"torch\.compile"):
         client.submit(lambda x: own(x), example=DATA[0][:1], model=own, endpoint=endpoint)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, importing its compiler
+def test_where_torchs_compiler_is_off_what_it_gave_back_is_captured(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = torch.distributions.Distribution
+    monkeypatch.setattr(kind, "_validate_args", kind._validate_args)  # which importing torch's compiler turns off
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    model = net()
+    model.compile()
+
+    @torch.compile
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return model(x).mean()
+
+    x = DATA[0][0]
+    with client.submit(lambda x: mean(x), example=(x,), model=torch.compile(model), endpoint=endpoint) as job:
+        got = job.step(x).result()
+    assert torch.equal(got, mean(x))
 
 
 @pytest.mark.parametrize("lazy", [torch.Tensor.conj, lambda t: t.conj().imag], ids=["conjugated", "negated"])

@@ -36,6 +36,11 @@ def without_loops(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.zeros(6, 3).index_add(0, edge_index[1], model(x)[edge_index[0]]).sum()
 
 
+def by_a_factor(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    rate = model(x).detach().mean()
+    return x.add(x, alpha=rate).sum()
+
+
 @pytest.mark.parametrize(
     ("loss", "remedy"),
     [
@@ -43,6 +48,7 @@ def without_loops(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         (by_one_hot, "num_classes="),
         (over_a_loader, "run the loop over the DataLoader around it"),
         (without_loops, "add the self-loops before the step"),
+        (by_a_factor, "p.add_(rate * update)"),
     ],
 )
 def test_a_remedy_is_that_of_the_idiom(loss: Callable[..., Tensor], remedy: str, endpoint: str) -> None:

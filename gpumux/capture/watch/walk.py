@@ -180,6 +180,7 @@ _CONTAINERS = (
     collections.deque,
 )
 COMPILED = "compiled code can't be captured, and what would run instead is not what it computes"
+_AS_WRITTEN = ", or run the script as it is with TORCHDYNAMO_DISABLE=1, where torch.compile returns what it is given"
 
 
 # The names in the code decide what is watched. Starting from the step, every user function reached by a name is walked,
@@ -478,10 +479,11 @@ class Walk:
         self._items(label, [(key, hook) for key, hook in hooks.items() if hook is not before_forward])
 
     def _module(self, label: str, module: torch.nn.Module) -> None:
-        if type(module).__name__ == "OptimizedModule" or module.__dict__.get("_compiled_call_impl") is not None:
+        call = module.__dict__.get("_compiled_call_impl")  # where torch's compiler is off, the module's own method
+        if type(module).__name__ == "OptimizedModule" or (call is not None and call != module._call_impl):
             raise CaptureError(
                 f"{label} was compiled with torch.compile: {COMPILED}",
-                "submit the uncompiled model (compiled._orig_mod)",
+                "submit the uncompiled model, and call it in the step (compiled._orig_mod)" + _AS_WRITTEN,
             )
         self.modules.append(module)
         space = module.__dict__
@@ -558,7 +560,8 @@ class Walk:
         origin = of_code(fn.__code__, fn.__globals__)
         if hasattr(fn, "_torchdynamo_orig_callable") and not getattr(fn, "_torchdynamo_disable", False):
             raise CaptureError(
-                f"the step calls {label}, made by torch.compile: {COMPILED}", "pass the function that was compiled"
+                f"the step calls {label}, made by torch.compile: {COMPILED}",
+                "call the function that was compiled, without @torch.compile" + _AS_WRITTEN,
             )
         if origin is Origin.LIBRARY or (origin is Origin.INSTALLED and id(fn.__code__) not in self._executed):
             return  # a decorator, whose function was visited, or code that did not run

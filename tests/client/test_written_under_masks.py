@@ -1,0 +1,92 @@
+"""`x[mask] = y[mask]` is captured; every other use of a tensor under a mask is refused, with the line of the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpumux import client, errors
+
+X = torch.randn(8, 6)
+
+
+def trained(run: Callable[[nn.Module, torch.optim.Optimizer], Callable[[Tensor], Any]]) -> tuple[list[Any], Any]:
+    torch.manual_seed(3)
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = run(model, optimizer)
+    results = [step(X + i) for i in range(3)]
+    return [(loss.item(), near.detach().clone()) for loss, near in results], model
+
+
+def body(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Any]:
+    def step(x: Tensor) -> Any:
+        optimizer.zero_grad()
+        h = model(x)
+        near = torch.full_like(h, 0.3) * 1
+        mask = h < near
+        near[mask] = h[mask]  # as a whole
+        rows, doubled = h.sum(1) > 0, h * 2
+        doubled[rows] = torch.tanh(h)[rows]  # by rows
+        loss = (near**2).mean() + doubled.exp().mean()
+        loss.backward()
+        optimizer.step()
+        return loss, near
+
+    return step
+
+
+def test_values_written_under_their_mask_train_as_in_the_plain_loop(endpoint: str) -> None:
+    jobs = []
+
+    def submitted(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Any]:
+        step = body(model, optimizer)
+        jobs.append(client.submit(step, example=(X,), model=model, optimizer=optimizer, endpoint=endpoint))
+        return lambda x: jobs[0].step(x).result()
+
+    plain, model = trained(body)
+    got, local = trained(submitted)
+    jobs[0].close()
+    assert [loss for loss, _ in got] == [loss for loss, _ in plain]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(got, plain, strict=True))
+    assert torch.equal(local.weight, model.weight)
+
+
+def by_another_mask(h: Tensor) -> Tensor:
+    g = h * 1
+    g[g > 0] = h[h > 0]  # as many values only if both masks are equal
+    return g
+
+
+def after_a_write(h: Tensor) -> Tensor:
+    g, mask = h * 1, h > 0
+    values = g[mask]
+    g.add_(1)
+    h = h * 2
+    h[mask] = values
+    return h
+
+
+def of_another_type(h: Tensor) -> Tensor:
+    g, mask = h.double(), h > 0
+    g[mask] = h[mask]
+    return g
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        by_another_mask, after_a_write, of_another_type, lambda h: h[h > 0], lambda h: h[h > 0].mean(),
+        lambda h: h.sum() * h[h > 0].shape[0], lambda h: h.sum() * len(h[h > 0]),
+        lambda h: torch.cat([h[0], h[h > 0]]).sum(),
+    ],
+)  # fmt: skip
+def test_another_use_is_refused_with_the_line_of_the_mask(use: Callable[[Tensor], Any], endpoint: str) -> None:
+    model = nn.Linear(6, 6)
+    with pytest.raises(errors.DataDependent, match="depends on the data") as caught:
+        client.submit(lambda x: use(model(x)), example=(X,), model=model, endpoint=endpoint)
+    assert __file__ in caught.value.message
