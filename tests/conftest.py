@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -74,9 +76,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What is imported by now stays. A full collection, which the leak check makes where there is more of something
     than before, would walk all of it: a third of a second each time."""
+    freeze()
+    gc.enable()
+
+
+def freeze() -> None:
+    """Freeze all objects. gpumux undoes it where a script has frozen some, to find its tensors, and leaves these."""
     gc.collect()
     gc.freeze()
-    gc.enable()
+    frozen = gc.get_freeze_count()
+    fetching = sys.modules.get("gpumux.capture.fetching")
+    if fetching is not None:  # some test file has imported it
+        undo = getattr(fetching.undo_freeze, "__wrapped__", fetching.undo_freeze)
+
+        @functools.wraps(undo)
+        def undo_of_others() -> None:
+            if gc.get_freeze_count() > frozen:
+                undo()
+
+        fetching.undo_freeze = undo_of_others
+
+
+@pytest.fixture
+def freezes() -> Iterator[None]:
+    """Of a test that calls `gc.freeze()`."""
+    yield
+    freeze()
 
 
 @pytest.fixture(scope="session")

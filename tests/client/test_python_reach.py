@@ -62,6 +62,7 @@ def test_code_that_lies_in_no_file_is_watched(filename: str, endpoint: str) -> N
     check(make, endpoint)
 
 
+@pytest.mark.usefixtures("freezes")
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_closure_of_a_function_that_only_torch_holds(
     frozen: bool, endpoint: str, request: pytest.FixtureRequest

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gpumux.capture.fetching import undo_freeze
+from gpumux.capture import fetching
 from gpumux.errors import CaptureError
 
 _Cached = type(functools.lru_cache(len))
@@ -62,7 +62,7 @@ def cache_with(tensor: torch.Tensor) -> str | None:
 
 def _holding(tensor: torch.Tensor) -> list[Any]:
     """All caches that hold this tensor."""
-    undo_freeze()
+    fetching.undo_freeze()
     caches = [one for one in gc.get_objects() if type(one) is _Cached]
     return [one for one in caches if any(each is tensor for each in _held(one))]
 

@@ -28,7 +28,8 @@ import torch.optim.optimizer as optimizers
 from torch.nn.parallel import DistributedDataParallel
 
 import gpumux
-from gpumux.capture.fetching import before_forward, undo_freeze
+from gpumux.capture import fetching
+from gpumux.capture.fetching import before_forward
 from gpumux.capture.source import Executed, code_names, codes_in, global_names
 from gpumux.capture.state import PLAIN, SCALARS, Watch, wrapped_optimizer
 from gpumux.capture.watch import watches
@@ -673,7 +674,7 @@ _METHODS = (
 def _owners(missing: list[tuple[types.CodeType, dict[str, Any]]]) -> list[tuple[str, Any]]:
     """The functions that have this code, searched among all objects."""
     wanted = {id(code) for code, _ in missing}
-    undo_freeze()
+    fetching.undo_freeze()
     found = [
         (fn.__qualname__, fn)
         for fn in gc.get_referrers(*(code for code, _ in missing))

@@ -267,6 +267,7 @@ def test_m2_functions_that_ask_no_torch_function_are_all_known() -> None:
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before submit", "between steps"])
+@pytest.mark.usefixtures("freezes")
 def test_m2_an_alias_that_the_garbage_collector_does_not_list(early: bool, endpoint: str) -> None:
     """Scripts call `gc.freeze()` before they fork, or after their first step, so that collections are quicker."""
 
