@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clients.common import positive
 from clients.data import digits
 from clients.digits_inference import practise
 from clients.job import open_job
@@ -150,7 +151,7 @@ def serving(batcher: Batcher, port: int = 0) -> Iterator[int]:
 def main(argv: Sequence[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description="Serve scores for images of handwritten digits over HTTP.")
     flags.add_argument("--port", type=int, default=8000, help="of 127.0.0.1; 0 picks one (default: 8000)")
-    flags.add_argument("--rows", type=int, default=8, help="requests that run together at most (default: 8)")
+    flags.add_argument("--rows", type=positive, default=8, help="requests that run together at most (default: 8)")
     flags.add_argument("--priority", choices=("high", "low"), default="high", help="the job's class (default: high)")
     flags.add_argument("--endpoint", help="the daemon (default: $GPUMUX_ENDPOINT, or that of GPU 0 on this machine)")
     flags.add_argument("--plain", action="store_true", help="run the model here, without gpumux")

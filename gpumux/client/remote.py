@@ -97,20 +97,22 @@ class RemoteProgram:
 
     def take(self, slot: int, frames: Sequence[Any]) -> list[torch.Tensor]:
         """Copy the results out of a slot, to the device of the local model."""
-        found = [
-            tensor if stride is None else _laid_out(tensor, stride)
-            for tensor, stride in zip(self._taken(slot, frames), self._strides, strict=True)
-        ]
+        found = self._taken(slot, frames)
         return [tensor.to(self.home) for tensor in found] if self._elsewhere else found
 
     def _taken(self, slot: int, frames: Sequence[Any]) -> list[torch.Tensor]:
+        results = self.slots[slot].results
         if self.inline:
             out = []
-            for target, frame in zip(self.slots[slot].results, frames, strict=True):
+            for target, frame, stride in zip(results, frames, self._strides, strict=True):
                 flat = torch.frombuffer(bytearray(frame), dtype=target.dtype) if len(frame) else target.reshape(-1)
-                out.append(flat.reshape(target.shape))
+                whole = flat.reshape(target.shape)
+                out.append(whole if stride is None else _laid_out(whole, stride))
             return out
-        return list(map(torch.Tensor.clone, self.slots[slot].results))
+        return [
+            result.clone() if stride is None else _laid_out(result, stride)
+            for result, stride in zip(results, self._strides, strict=True)
+        ]
 
     def release(self) -> None:
         self.slots.clear()

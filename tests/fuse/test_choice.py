@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,11 +209,23 @@ def test_what_is_only_rounding_is_no_wrong_rule(monkeypatch: pytest.MonkeyPatch)
     assert ways(array)["aten.native_batch_norm.default"] == {"rule"}
 
 
+def squared(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 @pytest.mark.parametrize("target", ["native_batch_norm_backward", "addmm", "mm"])
 @pytest.mark.every(2)
 def test_a_rule_that_is_wrong_by_little_is_found(target: str, monkeypatch: pytest.MonkeyPatch):
     """An error below float32's rounding is found: Programs are compared in float64."""
     with_times(monkeypatch, by_operator())
+    rules.load()
     right = rules.RULES[f"aten.{target}.default"]
 
     def wrong(call: Any) -> Any:
@@ -222,15 +235,7 @@ def test_a_rule_that_is_wrong_by_little_is_found(target: str, monkeypatch: pytes
     def single(config: Any) -> Any:
         _, model, _ = steady(normed)(config)
         optimizer = torch.optim.Adam(model.float().parameters(), lr=config.lr)
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step, model, optimizer
+        return squared(model, optimizer), model, optimizer
 
     monkeypatch.setitem(rules.RULES, f"aten.{target}.default", wrong)
     with pytest.raises(NotFusible, match="fused wrongly"):
@@ -269,15 +274,7 @@ def test_all_floats_are_verified_in_float64(module: Any, monkeypatch: pytest.Mon
         torch.manual_seed(config.seed)
         model = module()
         optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step, model, optimizer
+        return squared(model, optimizer), model, optimizer
 
     fuse.Array(factory, configs(), torch.ones(6, 5)).close()
     right = rules.RULES["aten.addmm.default"]
