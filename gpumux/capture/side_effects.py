@@ -317,6 +317,15 @@ class SideEffects:
         self._lists = [(label, items, list(items)) for label, items in fingerprint.lists]
         self._cells = [(name, c, _content(c)) for name, c in fingerprint.cells]
         self._others = [(o, dict(o.state)) for _, o in fingerprint.other_optimizers]
+        self.homes: set[int] = set()  # ids of the objects into which a replay puts something
+
+    def _into(self, place: _Place) -> _Place:
+        """The place, into which a replay puts something."""
+        space = place.space
+        while isinstance(space, TupleEntry):
+            space = space.owner
+        self.homes.add(id(space))
+        return place
 
     def replaced_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(old, new) of every buffer that the step replaced. Restores the old ones. Raises CaptureError if a new one
@@ -389,6 +398,8 @@ class SideEffects:
         found = [LeftConstant(places, known, new) for new, places in self._whole() if (known := value(new)) is not None]
         for one in found:
             one.restore()
+            for place in one.places:
+                self._into(place)
         return found
 
     def buffer_made_of(self, tensor: FakeTensor) -> str | None:
@@ -471,10 +482,11 @@ class SideEffects:
     def left(self, home: torch.device | None) -> list[Callable[[], None]]:
         """A function for each of these places, which puts an `Unreturned` there. `home`: the device of the job's
         tensors. Raises CaptureError for a list whose other items the step moves."""
-        found = [p.with_value(unreturned(p.name, p.value, home, self._number)) for p in self._places()]
+        found = [self._into(p).with_value(unreturned(p.name, p.value, home, self._number)) for p in self._places()]
         for label, items, old in self._lists:
             if not self._changed(items, old):
                 continue
+            self.homes.add(id(items))
             pairs = list(zip(items, old, strict=False))
             if len(items) != len(old) or any(new is not was and not self._holds(new) for new, was in pairs):
                 raise CaptureError(
@@ -501,7 +513,7 @@ class SideEffects:
                         "give it a variable of its own",
                     )
                 continue
-            found.append(replay_of(_setter(place), place.value, scope))
+            found.append(replay_of(_setter(self._into(place)), place.value, scope))
             place.with_value(place.old)()
         for label, items, old in self._lists:
             if any(map(is_symbol, old)) and self._changed(items, old):

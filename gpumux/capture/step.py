@@ -14,20 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import numpy
 import torch
 import torch.utils._pytree as pytree
 
-from gpumux.capture.batch.arrays import tensor_over
 from gpumux.capture.batch.checks import BatchCheck
 from gpumux.capture.batch.containers import flatten
-from gpumux.capture.batch.effects import (
-    LeftOnBatch,
-    WrittenInput,
-    refuse_gradient,
-    refuse_old_gradient,
-    refuse_shared,
-)
+from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, refuse_old_gradient, refuse_shared
+from gpumux.capture.batch.key import Numbers, batch_key, other_batch
 from gpumux.capture.fetching import without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, replaces
 from gpumux.capture.microbatch.split import first_part, split
@@ -36,7 +29,7 @@ from gpumux.capture.outside.refused import refuse_held
 from gpumux.capture.side_effects import first_call_differs
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
-from gpumux.capture.state import NUMBERS, StateTable
+from gpumux.capture.state import StateTable
 from gpumux.capture.structure import HostLeaf, Structure, frozen_leaves, map_frozen
 from gpumux.capture.symbols import ConstantScalars, HyperReader, Number, of_python
 from gpumux.capture.tracer import (
@@ -55,127 +48,12 @@ from gpumux.capture.values.comparison import (
     same_effects,
     same_for_these_numbers,
 )
-from gpumux.capture.watch.fingerprint import Change, Fingerprint, Variable, without_collection
+from gpumux.capture.watch.fingerprint import Change, Fingerprint, Rebuilt, Variable, without_collection
 from gpumux.capture.watch.lifting import MOST, Lift, Moves, Source, batch_name, by_numbers
 from gpumux.capture.watch.reuse import KeptCase, KeptTrace, held, kept_traces, key_of, may_be_kept, same_numbers
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 from gpumux.program.ir import Op, Program
 from gpumux.program.validate import written_storages
-
-# ---- batches
-
-
-_PLAIN = frozenset({torch.Tensor})
-_NUMBERS = NUMBERS | {str}
-_ARRAYS = frozenset({numpy.ndarray, numpy.memmap})
-
-
-def layable(tensor: torch.Tensor, position: int) -> torch.Tensor:
-    """The tensor itself. Raises CaptureError if its bytes can't lie in shared memory with its own strides, which
-    matter because kernels may choose their order of summation by strides."""
-    if tensor.is_contiguous():
-        return tensor
-    span, expected = 1, 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride > 0:
-            if stride < expected:  # overlapping windows (unfold)
-                raise _unlayable(position, "its elements overlap in memory")
-            expected = stride * size
-            span += (size - 1) * stride
-    if span > 8 * max(1, tensor.numel()) and span > 1 << 20:
-        raise _unlayable(position, f"it is spread over {span * tensor.element_size()} bytes")
-    return tensor
-
-
-def _unlayable(position: int, why: str) -> CaptureError:
-    return CaptureError(
-        f"tensor {position} of the batch can't be laid into shared memory as it is: {why}",
-        "pass .contiguous() (and do so in runs you compare with)",
-    )
-
-
-Numbers = tuple[tuple[int, Any], ...]
-
-
-def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor], Numbers]:
-    """(hashable description, tensors in order, (position, value) of the numbers and texts) of a batch. The description
-    has the types of numbers and texts alone. Raises CaptureError for a leaf that is neither a tensor nor a plain
-    constant."""
-    if not kwargs and _PLAIN.issuperset(map(type, args)):
-        key: list[Any] = []
-        for i, t in enumerate(args):
-            if not t.is_contiguous():
-                layable(t, i)
-            requires_grad = t.requires_grad
-            if requires_grad:
-                refuse_gradient(t, i)
-            key.append((t.dtype, t.shape, t.stride(), requires_grad))
-        return (*key, *_repeated(args)), list(args), ()
-    leaves, spec = flatten((args, kwargs), hiding=True)
-    tensors: list[torch.Tensor] = []
-    arrays: dict[int, torch.Tensor] = {}
-    parts: list[Any] = [str(spec)]
-    numbers: list[tuple[int, Any]] = []
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(layable(leaf, len(tensors)))
-            t = tensors[-1]
-            if t.requires_grad:
-                refuse_gradient(t, len(tensors) - 1)
-            parts.append((t.dtype, t.shape, t.stride(), t.requires_grad))
-        elif type(leaf) in _NUMBERS:
-            parts.append(type(leaf))
-            numbers.append((i, leaf))
-        elif type(leaf) in _ARRAYS:
-            t = arrays.get(id(leaf))
-            if t is None:
-                t = arrays[id(leaf)] = layable(tensor_over(leaf), len(tensors))
-            tensors.append(t)
-            parts.append(("array", t.dtype, t.shape, t.stride()))
-        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
-            parts.append((type(leaf), repr(leaf)))
-        else:
-            kind = f"numpy.{type(leaf).__name__}" if isinstance(leaf, numpy.generic) else type(leaf).__name__
-            raise CaptureError(
-                f"the batch holds a {kind}",
-                "pass tensors, arrays, Python's own numbers (int(n), float(x)), strings and containers of them",
-            )
-    return (*parts, *_repeated(tensors)), tensors, tuple(numbers)
-
-
-def _repeated(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Which tensors of a batch are the same object, because Python tells them apart by `is`, as multi-head attention
-    does with query and key. Empty if all are different."""
-    if len(set(map(id, tensors))) == len(tensors):
-        return ()
-    first: dict[int, int] = {}
-    return (tuple([first.setdefault(id(t), i) for i, t in enumerate(tensors)]),)
-
-
-def _other_batch(old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
-    """How the description of a batch differs from that of another one."""
-    if len(old) != len(new):
-        return "another structure of the batch"
-    before, now = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
-    if isinstance(before, type) and isinstance(now, type):
-        return f"a value of type {now.__name__} in the batch, where one of type {before.__name__} was"
-    tensors = [isinstance(one, tuple) and isinstance(one[0], torch.dtype) for one in (before, now)]
-    if all(tensors):
-        if before[0] != now[0]:
-            return f"a batch tensor of type {now[0]}, where one of {before[0]} was"
-        if before[1] != now[1]:
-            return f"a batch tensor of shape {tuple(now[1])}, where one of {tuple(before[1])} was"
-        return "a batch tensor with other strides, or that requires grad where it did not"
-    if all(isinstance(one, tuple) and isinstance(one[0], type) for one in (before, now)):
-        return f"{now[1]:.60} in the batch, where {before[1]:.60} was"
-    return "another structure of the batch"
-
-
-def _moves(entry: Structure, end: Structure, optimizer: int) -> bool:
-    """Whether a step changes what the client keeps of an optimizer: its structure, or numbers in its state."""
-    old, new = entry.optimizers[optimizer], end.optimizers[optimizer]
-    return old != new or any(isinstance(leaf, HostLeaf) for _, tree in new for leaf in frozen_leaves(tree))
-
 
 # ---- Programs, cases and their choice
 
@@ -249,6 +127,12 @@ class StepProgram:
             for kind, what in self._returned
         ]
         return leaves[0] if self.leaf is not None else pytree.tree_unflatten(leaves, self.lowered.result_spec)
+
+
+def _moves(entry: Structure, end: Structure, optimizer: int) -> bool:
+    """Whether a step changes what the client keeps of an optimizer: its structure, or numbers in its state."""
+    old, new = entry.optimizers[optimizer], end.optimizers[optimizer]
+    return old != new or any(isinstance(leaf, HostLeaf) for _, tree in new for leaf in frozen_leaves(tree))
 
 
 def changes_state(program: Program) -> bool:
@@ -337,10 +221,25 @@ class Case:
         env.update(self.fingerprint.numbers())
         return env
 
+    def rebuilt(self, key: Any, numbers: Numbers, fingerprint: Fingerprint) -> Rebuilt | None:
+        """How a call differs from this case, if it does by lists, dictionaries and sets that were made anew, and by
+        numbers in variables. None if it differs otherwise, or if the traces name such a container."""
+        if self.key != key or self._moved(numbers) or not self.phases:
+            return None
+        with without_fetching():
+            found = self.fingerprint.rebuilt(fingerprint)
+        if found is None or not found.containers:
+            return None
+        gone = found.containers.keys()
+        for raw in [phase.raw for phase in self.phases]:
+            if not raw.homes.isdisjoint(gone) or any(not flag.flag for flag in raw.flags):
+                return None
+        return found
+
     def difference(self, key: Any, numbers: Numbers) -> str:
         """A description of how a call differs from this case."""
         if self.key != key:
-            return _other_batch(self.key, key)
+            return other_batch(self.key, key)
         moved = self._moved(numbers)
         if moved:
             old, now = dict(self.numbers)[moved[0]], dict(numbers)[moved[0]]
@@ -627,10 +526,35 @@ class StepFunction:
             if moving:
                 self._moving.update(dict.fromkeys(moving))
                 break
+        refuse_odd_tensors(tensors)
+        fingerprint = self._fingerprint(key, numbers)
+        for i, case in enumerate(self._cases):
+            rebuilt = case.rebuilt(key, numbers, fingerprint)
+            if rebuilt is not None and rebuilt.moved:
+                self._moving.update(dict.fromkeys(rebuilt.moved))
+            elif rebuilt is not None and (not case.read or self._tracer.held.same(case.read)):
+                self._follow(case, fingerprint, rebuilt)
+                self._cases.insert(0, self._cases.pop(i))
+                return case
         if self._cases:
             self._make_room(key, numbers)
-        refuse_odd_tensors(tensors)
         self._refuse_state_as_batch(tensors)
+        fingerprint.remember()
+        case = Case(key, fingerprint, HyperReader(self._table.optimizers), numbers)
+        if not self._parts:
+            case.lift([source for source in self._moving if self._failures[source] < _TRIES][:MOST])
+        self._cases.insert(0, case)
+        return case
+
+    def _follow(self, case: Case, fingerprint: Fingerprint, rebuilt: Rebuilt) -> None:
+        """Have the case's traces for the containers that took the place of those they were made with."""
+        fingerprint.take_place_of(case.fingerprint, rebuilt)
+        case.fingerprint = fingerprint
+        new = rebuilt.variables
+        self._moving = {new.get(source, source): None for source in self._moving}
+        self._failures = Counter({new.get(source, source): n for source, n in self._failures.items()})
+
+    def _fingerprint(self, key: Any, numbers: Numbers) -> Fingerprint:
         table = self._table
         make = partial(
             Fingerprint, self.fn, table.models, table.optimizers, table.params, executed=self._executed,
@@ -647,12 +571,7 @@ class StepFunction:
             for i in more:  # code of an earlier step, which this one may not run
                 del self._executed[i]
             fingerprint = make()
-        fingerprint.remember()
-        case = Case(key, fingerprint, HyperReader(table.optimizers), numbers)
-        if not self._parts:
-            case.lift([source for source in self._moving if self._failures[source] < _TRIES][:MOST])
-        self._cases.insert(0, case)
-        return case
+        return fingerprint
 
     def _make_room(self, key: Any, numbers: Numbers) -> None:
         """Prepare for one more case. Raises TooManyVariants if there are as many as were allowed."""

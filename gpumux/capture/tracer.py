@@ -359,6 +359,7 @@ class RawTrace:
     further: list[ValueCheck | WrittenInput | SkippedStep] = field(default_factory=list)
     on_batch: list[LeftOnBatch] = field(default_factory=list)
     replays: list[LeftNumbers] = field(default_factory=list)  # places in which the step leaves numbers
+    homes: set[int] = field(default_factory=set)  # ids of the objects with the places of `left` and `replays`
     moved: dict[str, str] = field(default_factory=dict)  # variables in which the step leaves constants, and these
     ranks: Any = None  # what a RankSplitter (step.py) made of the step
     after_backward: AfterBackward | None = None  # None: no gradient was computed
@@ -608,6 +609,7 @@ class Tracer:
         raw.flags = [c for c in changes if id(c) not in copied]
         self._left += left.present()
         raw.left = [*(one.put for one in constants), *left.left(self.table.home)]
+        raw.homes = left.homes | {id(switch.home) for switch in switches}
         fingerprint.leaves.update(left.names())
         return raw, False
 

@@ -6,6 +6,7 @@ found once, at capture (`walk.py`), and watched (`watches.py`). If a reading dif
 
 from __future__ import annotations
 
+import collections
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from gpumux.capture.source import Executed
-from gpumux.capture.state import ABSENT, UNRETURNED, Identity, Reading, Watch, has_memory, layout, left_at
+from gpumux.capture.state import ABSENT, UNRETURNED, Identity, Reading, Watch, equal, has_memory, layout, left_at
 from gpumux.capture.symbols import Number, of_python
 from gpumux.capture.watch.walk import Walk
 from gpumux.capture.watch.watches import random_states
@@ -56,11 +57,29 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A variable that a step leaves True where it was False, or another constant where it was not."""
+    """A variable of `home` that a step leaves True where it was False, or another constant where it was not."""
 
     put: Callable[[Any], None]
     old: Any
     new: Any
+    home: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """How what a step reads differs from an earlier reading, if it does by lists, dictionaries and sets that gave way
+    to others of the same content, and by numbers.
+
+    containers: those of the earlier reading, by id.
+    variables: those of numbers in them, and the ones that have their places now.
+    lifted: present variables that are numbers of each step, as in `lift`.
+    moved: present variables whose numbers are other ones.
+    """
+
+    containers: Mapping[int, Any]
+    variables: Mapping[Any, Variable]
+    lifted: Mapping[Variable, str]
+    moved: Sequence[Variable]
 
 
 _FLAG = frozenset((bool,))
@@ -79,6 +98,36 @@ def _turned(old: Any, new: Any, constants: bool) -> bool:
         (before in _NOTHING | _FLAG and now in _CONSTANTS | _NOTHING | _FLAG)
         or (before in _CONSTANTS and now in _NOTHING | _FLAG)
     )
+
+
+_REBUILT = (list, dict, collections.OrderedDict, set, collections.deque)
+
+
+class _Pairs:
+    """Pairs of an old and a new container that hold the same place. Each has one partner: two variables that shared a
+    list share one again."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._new: dict[int, tuple[Any, Any]] = {}
+        self._old: dict[int, Any] = {}
+
+    def same(self, old: Any, new: Any) -> bool:
+        """Whether a step can't tell two values apart, as far as the content of containers, which is watched beside
+        them, is the same."""
+        kind = type(old)
+        if kind is tuple and type(new) is tuple:
+            return len(old) == len(new) and all(map(self.same, old, new))
+        if kind not in _REBUILT:
+            return equal(old, new, self._identity)
+        if type(new) is not kind or getattr(old, "maxlen", None) != getattr(new, "maxlen", None):
+            return False
+        partner = self._new.setdefault(id(old), (old, new))[1]
+        return partner is new and self._old.setdefault(id(new), old) is old
+
+    def replaced(self) -> dict[int, Any]:
+        """The old containers whose partner is another one, by id."""
+        return {i: old for i, (old, new) in self._new.items() if old is not new}
 
 
 class _Lifted:
@@ -296,6 +345,49 @@ class Fingerprint:
         self._remember_identities()
         return True
 
+    def rebuilt(self, new: Fingerprint) -> Rebuilt | None:
+        """How the present values, of which `new` was just made, differ from those of `remember`. None if they differ by
+        more than what Rebuilt describes, if a container with a tensor gave way (variables that hold tensors are
+        followed, outside/tensors.py), or if the step may ask which object it is."""
+        new.watch_also(self._more)
+        if len(new.watches) != len(self.watches) or "id" in self.names:
+            return None
+        pairs = _Pairs(self._identity)
+        variables: dict[Variable, Variable] = {}
+        lifted: dict[Variable, str] = {}
+        moved: list[Variable] = []
+        for w, twin, old, now in zip(self.watches, new.watches, self._remembered, new.read(), strict=True):
+            if len(old) != len(now) or w.label != twin.label:
+                return None
+            one = self._lifted.get(id(w))
+            symbols = one.names if one is not None else {}
+            numbers = {i for i, _ in w.numbers(old)}.union(symbols)
+            for i, (a, b) in enumerate(zip(old, now, strict=True)):
+                if i not in numbers:
+                    if not pairs.same(a, b) or self._left_by_another(a, b):
+                        return None
+                    continue
+                if type(a) is not type(b):
+                    return None
+                variable = _variable(twin, twin.names(i))
+                if w.home is not twin.home:
+                    variables[_variable(w, w.names(i))] = variable
+                if i in symbols:
+                    lifted[variable] = symbols[i]
+                elif not equal(a, b, self._identity):
+                    moved.append(variable)
+        gone = pairs.replaced()
+        content = {id(w.home): reading for w, reading in zip(self.watches, self._remembered, strict=True)}
+        if any(i not in content or any(map(_has_tensor, content[i])) for i in gone):
+            return None
+        return Rebuilt(gone, variables, lifted, moved)
+
+    def take_place_of(self, other: Fingerprint, rebuilt: Rebuilt) -> None:
+        """Watch for the traces of another fingerprint, which is `other.rebuilt(self)` apart."""
+        self.leaves = other.leaves
+        self.lift(rebuilt.lifted)
+        self.remember()
+
     def _same(self, old: list[Reading], new: list[Reading]) -> bool:
         return all(self._alike(w, a, b) for w, a, b in zip(self.watches, old, new, strict=True))
 
@@ -357,7 +449,7 @@ class Fingerprint:
         them: there are few combinations of them, so its captures end. `constants`: also those that held nothing, or
         None, and hold a number or a text."""
         return [
-            Switch(partial(w.put, i), a, b)
+            Switch(partial(w.put, i), a, b, w.home)
             for w, old, new in zip(self.watches, before, self.read(), strict=True)
             if w.put is not None and not w.flag and len(old) == len(new)
             for i, (a, b) in list(enumerate(zip(old, new, strict=True)))[w.at]
@@ -377,6 +469,10 @@ class Fingerprint:
                     for name, a, b in w.differences(old, new, self._identity)
                 ]
         return found
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (type(value) is tuple and any(map(_has_tensor, value)))
 
 
 def _strided(value: Any) -> bool:

@@ -468,9 +468,11 @@ class Walk:
             if lists and type(item) is list and item and all(type(x) in (int, float) for x in item):
                 self.watches.append(watches.listed(label, space, key))
                 self.listed.append((space, key))
-            elif (key not in skip and isinstance(item, (list, dict)) and len(item) <= 64) or type(
-                item
-            ).__name__.endswith("Config"):
+            elif (
+                (key not in skip and isinstance(item, (list, dict)) and len(item) <= 64)
+                or (type(item) is tuple and any(type(x) not in PLAIN for x in item))
+                or type(item).__name__.endswith("Config")
+            ):
                 self._visit(f"{label}.{key}", item)
 
     # ---- torch -------------------------------------------------------------------------------------

@@ -1,0 +1,421 @@
+"""Lists, dictionaries and sets that the script makes anew, with the same content or with other numbers, are no other
+variant of the step. Those that the step writes into, or that hold tensors, are."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import random
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpumux.capture.tracer import Tracer
+from tests.client.parity import Work, check
+from tests.client.python_changes import DATA, net
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has an item for each trace."""
+    made: list[int] = []
+    trace = Tracer.trace
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return trace(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tracer, "trace", counted)
+    return made
+
+
+def ordered(i: int) -> Any:
+    return collections.OrderedDict(a=0.5, b=1.0)
+
+
+# name -> (what the script makes before step i, what the step reads of it)
+MADE: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
+    "list": (lambda i: [0.5, 1.0], lambda held: held[0]),
+    "names": (lambda i: ["a", "b"], lambda held: 0.5 if "b" in held else 1.0),
+    "dict": (lambda i: {"a": 0.5, "b": 1.0}, lambda held: held["a"]),
+    "ordered": (ordered, lambda held: held["a"]),
+    "set": (lambda i: {3, 5}, lambda held: 0.5 * len(held)),
+    "deque": (lambda i: collections.deque([0.5, 1.0], maxlen=2), lambda held: held[-1]),
+    "nested": (lambda i: {"a": [0.5, {"b": (1.0, [2.0])}]}, lambda held: held["a"][1]["b"][1][0]),
+    "in a tuple": (lambda i: ([0.5], {"a": 2.0}), lambda held: held[0][0] * held[1]["a"]),
+    "other numbers": (lambda i: {"a": [0.5 + 0.1 * i]}, lambda held: held["a"][0]),
+    "a count": (lambda i: [i], lambda held: held[0] + 1),
+}
+HOLDERS = {
+    "a closure": lambda model, made: None,
+    "an attribute": lambda model, made: types.SimpleNamespace(it=made),
+    "an attribute of the model": lambda model, made: setattr(model, "it", made) or model,  # type: ignore[func-returns-value]
+}
+
+
+@pytest.mark.every(7)
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("kind", MADE)
+def test_made_anew_before_each_step(kind: str, holder: str, traces: list[int], endpoint: str) -> None:
+    make_it, use = MADE[kind]
+    counts: list[list[int]] = []
+
+    def make() -> Work:
+        model, held = net(), make_it(0)
+        owner: Any = HOLDERS[holder](model, held)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y) * use(held if owner is None else owner.it)
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            nonlocal held
+            out, count = [], []
+            for i in range(7):
+                if owner is None:
+                    held = make_it(i)
+                else:
+                    owner.it = make_it(i)
+                out.append(run(*DATA[i % 3]))
+                count.append(len(traces))
+            counts.append(count)
+            return out
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+    captured = counts[-1]
+    assert captured[0] > 0, "the traces were counted"
+    assert captured[2:] == [captured[2]] * 5, "nothing is traced once a number was seen to change"
+
+
+def test_a_container_that_was_made_anew_is_watched(endpoint: str) -> None:
+    def make() -> Work:
+        model, held = net(), types.SimpleNamespace(weights=[1.0, 0.5], names={"a": [1, 2]})
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y) * held.weights[1] * len(held.names["a"])
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            out = [run(*DATA[0])]
+            held.weights, held.names = [1.0, 0.5], {"a": [1, 2]}
+            out.append(run(*DATA[1]))
+            held.weights[1] = 0.25
+            out.append(run(*DATA[2]))
+            held.names["a"].append(3)
+            out.append(run(*DATA[0]))
+            held.weights, held.names = [1.0, 0.75], {"a": [1, 2, 3]}
+            out.append(run(*DATA[1]))
+            held.names["a"] = [1]
+            return [*out, run(*DATA[2])]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def test_a_list_in_a_tuple_that_a_module_of_torch_holds(endpoint: str) -> None:
+    def make() -> Work:
+        model: Any = net()
+        model.scales = (2.0, [1.0, 0.5])
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y) * model.scales[1][1]
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            out = [run(*DATA[0])]
+            model.scales[1][1] = 0.25
+            return [*out, run(*DATA[1])]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def test_one_of_two_variables_with_the_same_list_gets_another(endpoint: str) -> None:
+    def make() -> Work:
+        model, first = net(), [1.0, 0.5]
+        second = first
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y) * first[0] * second[1]
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            nonlocal first, second
+            out = [run(*DATA[0])]
+            first = [1.0, 0.5]
+            out.append(run(*DATA[1]))
+            second[1] = 0.25
+            out.append(run(*DATA[2]))
+            first[0] = 2.0
+            out.append(run(*DATA[0]))
+            first = second = [1.0, 0.5]
+            out.append(run(*DATA[1]))
+            first[1] = 3.0
+            return [*out, run(*DATA[2])]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def test_whether_two_variables_hold_the_same_list(endpoint: str) -> None:
+    def make() -> Work:
+        model, held = net(), types.SimpleNamespace(made_for=None, weights=[0.5], scale=0.0)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            known = held.made_for is held.weights
+            loss = F.cross_entropy(model(x), y) * (held.weights[0] if known else 2.0)
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            out = [run(*DATA[0])]
+            held.made_for = held.weights
+            out.append(run(*DATA[1]))
+            held.weights = [0.5]
+            out.append(run(*DATA[2]))
+            held.made_for = held.weights
+            return [*out, run(*DATA[0])]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def test_a_variable_that_holds_the_other_one_of_two_equal_lists(endpoint: str) -> None:
+    def make() -> Work:
+        model, held = net(), types.SimpleNamespace(first=[0.5], second=[0.5])
+        held.present = held.first
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y) * (held.first[0] if held.present is held.first else 2 * held.second[0])
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            out = [run(*DATA[0])]
+            held.first, held.second = [0.5], [0.5]
+            held.present = held.second
+            return [*out, run(*DATA[1])]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def counts_in_a_list(held: Any) -> None:
+    held.it[0] += 1
+
+
+def counts_in_a_dict(held: Any) -> None:
+    held.it["n"] = held.it.get("n", 0) + 1
+
+
+def turns(held: Any) -> None:
+    held.it["on"] = not held.it["on"]
+
+
+@pytest.mark.parametrize(
+    ("made", "write", "read"),
+    [
+        (lambda: [0, 1], counts_in_a_list, lambda it: it[0]),
+        (lambda: {"n": 0}, counts_in_a_dict, lambda it: it["n"]),
+        (lambda: {"on": False}, turns, lambda it: 1 + it["on"]),
+        (lambda: collections.deque([0, 2]), counts_in_a_list, lambda it: it[0]),
+    ],
+    ids=["list", "dict", "flag", "deque"],
+)
+def test_a_container_that_the_step_writes_into(
+    made: Callable[[], Any], write: Callable[[Any], None], read: Callable[[Any], Any], endpoint: str
+) -> None:
+    def make() -> Work:
+        model, held = net(), types.SimpleNamespace(it=made())
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            write(held)
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y) * read(held.it)
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            out: list[Any] = []
+            for _ in range(3):
+                before = held.it
+                for i in range(3):
+                    out += [run(*DATA[i]), copy.copy(held.it)]
+                held.it = made()
+                out.append(copy.copy(before))
+            return out
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def test_a_list_with_tensors(endpoint: str) -> None:
+    """Made anew with the same ones; then one of them, and its values, are others."""
+
+    def make() -> Work:
+        model = net()
+        masks = [torch.ones(4), torch.full((4,), 0.5)]
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x) * masks[0] * masks[1], y)
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            nonlocal masks
+            out = [run(*DATA[0])]
+            masks = list(masks)
+            out.append(run(*DATA[1]))
+            masks[1] = torch.full((4,), 0.25)
+            out.append(run(*DATA[2]))
+            masks = [masks[1], masks[0]]
+            out.append(run(*DATA[0]))
+            masks[0].mul_(2.0)
+            return [*out, run(*DATA[1])]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def test_what_the_script_puts_into_a_list_that_the_step_does_not_read_any_more(endpoint: str) -> None:
+    def make() -> Work:
+        model, totals = net(), [torch.zeros(())]
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            totals[0].add_(loss.detach())
+            (loss * totals[0]).backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            nonlocal totals
+            out, before = [run(*DATA[0])], totals
+            totals = list(totals)
+            out.append(run(*DATA[1]))
+            before[0] = torch.full((), 9.0)
+            out.append(run(*DATA[2]))
+            return [*out, before[0].clone(), totals[0].clone()]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+# ---- at random
+
+
+def _paths(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(holder, key) of all containers."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if not isinstance(value, set) else ()
+    for key in keys:
+        if isinstance(value[key], (list, dict, set, collections.deque)):
+            yield value, key
+            yield from _paths(value[key])
+
+
+def _factor(value: Any) -> Any:
+    if isinstance(value, dict):
+        return sum(0.5 * _factor(item) + len(key) for key, item in value.items())
+    if isinstance(value, set):
+        return 0.25 * len(value)
+    if isinstance(value, (list, collections.deque)):
+        return sum((i + 1) * _factor(item) for i, item in enumerate(value))
+    return value
+
+
+def _change(draw: random.Random, tree: dict[str, Any]) -> None:
+    """Makes a container anew, with the same or another number, changes one in place, or has two variables share it."""
+    places = list(_paths(tree))
+    holder, key = draw.choice(places)
+    old = holder[key]
+    what = draw.randrange(6)
+    if what == 0:
+        holder[key] = copy.copy(old)
+    elif what == 1:
+        tree.update(copy.deepcopy(tree))
+    elif what == 2:
+        holder[key] = copy.deepcopy(old)
+    elif what == 3:
+        other, name = draw.choice(places)
+        inside = [h[k] for h, k in _paths(other[name])]
+        if holder is not other[name] and not any(one is holder for one in inside):
+            holder[key] = other[name]
+    elif isinstance(old, set):
+        old.add(len(old))
+    else:
+        if what == 4:
+            old = holder[key] = copy.copy(old)
+        numbers = [k for k in (old if isinstance(old, dict) else range(len(old))) if isinstance(old[k], float)]
+        if numbers:
+            old[draw.choice(numbers)] += 0.5
+
+
+@pytest.mark.every(11)
+@pytest.mark.parametrize("seed", range(24))
+def test_random_changes_of_nested_containers(seed: int, endpoint: str) -> None:
+    def make() -> Work:
+        draw, model = random.Random(seed), net()
+        tree: dict[str, Any] = {"a": [1.0, {"b": 0.5, "c": [2.0]}], "d": {1, 2}, "f": {"g": {"h": 1.5}}}
+        tree["e"] = collections.deque([[1.0], 0.5])
+        opt = torch.optim.SGD(model.parameters(), lr=0.001)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y) * _factor(tree)
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            out = []
+            for i in range(12):
+                out.append(run(*DATA[i % 3]))
+                _change(draw, tree)
+            return [*out, repr(tree)]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
