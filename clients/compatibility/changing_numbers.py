@@ -63,6 +63,30 @@ def annealed_weight(train: Train) -> Any:
     return losses, model
 
 
+@idiom("loss weights in a dictionary, made anew before each step: weights = {'ce': 1.0, 'entropy': a}")
+def weights_made_anew(train: Train) -> Any:
+    model, optimizer = _classifier()
+    batches = _batches()
+    weights = {"ce": 1.0, "entropy": 1.0}
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+        loss: Tensor = weights["ce"] * F.cross_entropy(logits, y) + weights["entropy"] * entropy
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    losses = []
+    for epoch in range(8):
+        for i, (x, y) in enumerate(batches):
+            weights = {"ce": 1.0, "entropy": 0.5 ** (epoch + i / BATCHES)}
+            losses.append(run(x, y))
+    return losses, model
+
+
 @idiom(
     "mixup with a lambda drawn outside the step and given as a float",
 )

@@ -261,6 +261,10 @@ def equal(a: Any, b: Any, identity: Identity) -> bool:
         return repr(a) == repr(b)  # tells 0.0 from -0.0, and nan is nan
     if isinstance(a, tuple):
         return len(a) == len(b) and all(equal(x, y, identity) for x, y in zip(a, b, strict=True))
+    if type(a) in (slice, range):
+        return all(equal(x, y, identity) for x, y in ((a.start, b.start), (a.stop, b.stop), (a.step, b.step)))
+    if type(a) is frozenset:
+        return PLAIN.issuperset(map(type, a)) and list(map(repr, a)) == list(map(repr, b))  # in the same order
     return isinstance(a, types.MethodType) and a.__func__ is b.__func__ and a.__self__ is b.__self__
 
 

@@ -594,7 +594,8 @@ class StepFunction:
             log.warning(
                 "%s is captured for the %dth combination of batch shapes and Python values (%s): each takes the time of"
                 " a capture, and memory in the daemon. Pad batches to fewer shapes, pass what a number looks up and not"
-                " the number (step(x, rates[i]) for step(x, i)), or pass what changes as a tensor.",
+                " the number (step(x, rates[i]) for step(x, i)), keep objects and set their attributes, or pass what"
+                " changes as a tensor.",
                 self.name, count, difference,
             )  # fmt: skip
 

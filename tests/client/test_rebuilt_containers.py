@@ -44,6 +44,9 @@ MADE: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
     "dict": (lambda i: {"a": 0.5, "b": 1.0}, lambda held: held["a"]),
     "ordered": (ordered, lambda held: held["a"]),
     "set": (lambda i: {3, 5}, lambda held: 0.5 * len(held)),
+    "frozen set": (lambda i: frozenset((3, i - i)), lambda held: 0.5 * len(held)),
+    "slice": (lambda i: slice(0, 2 + i - i), lambda held: 0.5 * held.stop),
+    "range": (lambda i: range(1, 3 + i - i), lambda held: 0.5 * len(held)),
     "deque": (lambda i: collections.deque([0.5, 1.0], maxlen=2), lambda held: held[-1]),
     "nested": (lambda i: {"a": [0.5, {"b": (1.0, [2.0])}]}, lambda held: held["a"][1]["b"][1][0]),
     "in a tuple": (lambda i: ([0.5], {"a": 2.0}), lambda held: held[0][0] * held[1]["a"]),
@@ -143,6 +146,33 @@ def test_a_list_in_a_tuple_that_a_module_of_torch_holds(endpoint: str) -> None:
         def loop(run: Any) -> list[Any]:
             out = [run(*DATA[0])]
             model.scales[1][1] = 0.25
+            return [*out, run(*DATA[1])]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def test_a_set_with_another_order(endpoint: str) -> None:
+    def make() -> Work:
+        model, held = net(), {0, 8}
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            factor = 1.0
+            for number in held:
+                factor = 0.5 * factor + number
+            loss = F.cross_entropy(model(x), y) * factor
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            nonlocal held
+            out = [run(*DATA[0])]
+            held = {8, 0}
+            assert list(held) == [8, 0]
             return [*out, run(*DATA[1])]
 
         return Work([model], [opt], [(step, DATA[0])], loop)

@@ -122,6 +122,8 @@ class _Pairs:
             return equal(old, new, self._identity)
         if type(new) is not kind or getattr(old, "maxlen", None) != getattr(new, "maxlen", None):
             return False
+        if kind is set and list(map(repr, old)) != list(map(repr, new)):
+            return False  # a step may go over it in its order
         partner = self._new.setdefault(id(old), (old, new))[1]
         return partner is new and self._old.setdefault(id(new), old) is old
 
