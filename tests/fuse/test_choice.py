@@ -254,6 +254,20 @@ class Halved(nn.Module):
             return self.last(self.norm(self.first(x.reshape(6, 1, 5, 1).expand(6, 1, 5, 5))).mean((2, 3))).float()
 
 
+class HalvedLayers(nn.Module):
+    """Layer norms with and without a bias, between layers in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8, bias=False), nn.Linear(8, 3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.layers(x).float()
+
+
 class Drawn(nn.Module):
     """Floats made of no floats are of torch's default type."""
 
@@ -266,7 +280,7 @@ class Drawn(nn.Module):
         return y * ((y > 0).sum() / 6)
 
 
-@pytest.mark.parametrize("module", [Halved, Drawn])
+@pytest.mark.parametrize("module", [Halved, HalvedLayers, Drawn])
 def test_all_floats_are_verified_in_float64(module: Any, monkeypatch: pytest.MonkeyPatch):
     with_times(monkeypatch, by_operator())
 

@@ -82,11 +82,17 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _computed_in(x: Operand, *weights: Operand | None) -> torch.dtype:
+    """The type in which a normalization computes: that of its weights, if its input has another (autocast)."""
+    return next((weight.dtype for weight in weights if weight is not None), x.dtype)
+
+
 @rule("native_layer_norm")
 def layer_norm(call: Call) -> Any:
     x, weight, bias, shape = (call[n] for n in ("input", "weight", "bias", "normalized_shape"))
     dense, back = (x.one(), _identity) if x.alike else in_memory_order(x.all(), len(shape))[:2]
-    normed, mean, rstd = call.invoke({"input": dense, "weight": None, "bias": None})
+    wide = _computed_in(x, weight, bias)
+    normed, mean, rstd = call.invoke({"input": dense.to(wide), "weight": None, "bias": None})
     normed = back(normed)
     out = normed
     if weight is not None and bias is not None:
@@ -98,6 +104,7 @@ def layer_norm(call: Call) -> Any:
     saved = call.outputs()[1]
     if weight is not None and saved is not None:
         call.placements.notes[_NORMED, saved.storage] = normed  # for the weight's gradient
+    out = out.to(x.dtype)
     return tuple(t.expand(call.models, *t.shape[-x.dim :]) for t in (out, back(mean), back(rstd)))
 
 
@@ -108,10 +115,11 @@ def layer_norm_backward(call: Call) -> Any:
     x, weight, shape = call["input"], call["weight"], call["normalized_shape"]
     wants_x, wants_weight, wants_bias = call["output_mask"]
     samples = list(range(1, 1 + x.dim - len(shape)))
-    g = call["grad_out"].all()
+    wide = _computed_in(x, weight, call["bias"])
+    g = call["grad_out"].all().to(wide)
     dx = dweight = dbias = None
     if wants_x:
-        dense, back, order = in_memory_order(x.all(), len(shape))
+        dense, back, order = in_memory_order(x.all().to(wide), len(shape))
         scaled = g if weight is None else g * weight.all(x.dim)
         # The kernel copies operands that are not dense and gives its result a dense layout. Fake tensors take the
         # layout of the first operand.
@@ -122,7 +130,7 @@ def layer_norm_backward(call: Call) -> Any:
             "bias": None,
         }
         changes |= {name: call[name].all().permute(order).contiguous() for name in ("mean", "rstd")}
-        dx = back(call.invoke(changes | {"output_mask": [True, False, False]})[0])
+        dx = back(call.invoke(changes | {"output_mask": [True, False, False]})[0]).to(x.dtype)
     if wants_weight:
         normed = call.placements.notes.get((_NORMED, call["mean"].view.storage))
         if normed is None:
