@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumux.capture.staleness import StalenessHooks, Wording
 from gpumux.capture.state import Part, StateTable
-from gpumux.capture.step import Choice, State, StepFunction
-from gpumux.capture.structure import Structure, from_local
+from gpumux.capture.step import Choice, StepFunction
+from gpumux.capture.structure import State, Structure, from_local
 from gpumux.capture.symbols import ConstantScalars
 from gpumux.capture.tracer import Tracer
 from gpumux.device.cuda import operators

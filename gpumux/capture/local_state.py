@@ -10,8 +10,7 @@ import torch
 
 from gpumux.capture.fetching import plain_state
 from gpumux.capture.state import ALL, Part, Place, StateTable, byte_view
-from gpumux.capture.step import State
-from gpumux.capture.structure import DeviceLeaf, HostLeaf, thaw
+from gpumux.capture.structure import DeviceLeaf, HostLeaf, State, thaw
 from gpumux.errors import ConfigError
 
 Pull = Callable[[Callable[[int, torch.Tensor], None]], None]

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import numpy
 import torch
 import torch.utils._pytree as pytree
 
+from gpumux.capture.batch.arrays import layable, tensor_over
 from gpumux.capture.batch.checks import BatchCheck
 from gpumux.capture.batch.containers import flatten
-from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, refuse_old_gradient, refuse_shared
-from gpumux.capture.batch.key import Numbers, batch_key, other_batch
+from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, refuse_gradient, refuse_old_gradient, refuse_shared
 from gpumux.capture.fetching import without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, replaces
 from gpumux.capture.microbatch.split import first_part, split
@@ -29,8 +30,8 @@ from gpumux.capture.outside.refused import refuse_held
 from gpumux.capture.side_effects import first_call_differs
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
-from gpumux.capture.state import StateTable
-from gpumux.capture.structure import HostLeaf, Structure, frozen_leaves, map_frozen
+from gpumux.capture.state import NUMBERS, StateTable
+from gpumux.capture.structure import HostLeaf, State, Structure, frozen_leaves
 from gpumux.capture.symbols import ConstantScalars, HyperReader, Number, of_python
 from gpumux.capture.tracer import (
     FilledIn,
@@ -54,6 +55,90 @@ from gpumux.capture.watch.reuse import KeptCase, KeptTrace, held, kept_traces, k
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
 from gpumux.program.ir import Op, Program
 from gpumux.program.validate import written_storages
+
+# ---- batches
+
+
+Numbers = tuple[tuple[int, Any], ...]  # (position among the batch's leaves, number or text)
+
+_PLAIN = frozenset({torch.Tensor})
+_NUMBERS = NUMBERS | {str}
+_ARRAYS = frozenset({numpy.ndarray, numpy.memmap})
+
+
+def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor], Numbers]:
+    """(hashable description, tensors in order, (position, value) of the numbers and texts) of a batch. The description
+    has the types of numbers and texts alone. Raises CaptureError for a leaf that is neither a tensor nor a plain
+    constant."""
+    if not kwargs and _PLAIN.issuperset(map(type, args)):
+        key: list[Any] = []
+        for i, t in enumerate(args):
+            if not t.is_contiguous():
+                layable(t, i)
+            requires_grad = t.requires_grad
+            if requires_grad:
+                refuse_gradient(t, i)
+            key.append((t.dtype, t.shape, t.stride(), requires_grad))
+        return (*key, *_repeated(args)), list(args), ()
+    leaves, spec = flatten((args, kwargs), hiding=True)
+    tensors: list[torch.Tensor] = []
+    arrays: dict[int, torch.Tensor] = {}
+    parts: list[Any] = [str(spec)]
+    numbers: list[tuple[int, Any]] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(layable(leaf, len(tensors)))
+            t = tensors[-1]
+            if t.requires_grad:
+                refuse_gradient(t, len(tensors) - 1)
+            parts.append((t.dtype, t.shape, t.stride(), t.requires_grad))
+        elif type(leaf) in _NUMBERS:
+            parts.append(type(leaf))
+            numbers.append((i, leaf))
+        elif type(leaf) in _ARRAYS:
+            t = arrays.get(id(leaf))
+            if t is None:
+                t = arrays[id(leaf)] = layable(tensor_over(leaf), len(tensors))
+            tensors.append(t)
+            parts.append(("array", t.dtype, t.shape, t.stride()))
+        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+            parts.append((type(leaf), repr(leaf)))
+        else:
+            kind = f"numpy.{type(leaf).__name__}" if isinstance(leaf, numpy.generic) else type(leaf).__name__
+            raise CaptureError(
+                f"the batch holds a {kind}",
+                "pass tensors, arrays, Python's own numbers (int(n), float(x)), strings and containers of them",
+            )
+    return (*parts, *_repeated(tensors)), tensors, tuple(numbers)
+
+
+def _repeated(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Which tensors of a batch are the same object, because Python tells them apart by `is`, as multi-head attention
+    does with query and key. Empty if all are different."""
+    if len(set(map(id, tensors))) == len(tensors):
+        return ()
+    first: dict[int, int] = {}
+    return (tuple([first.setdefault(id(t), i) for i, t in enumerate(tensors)]),)
+
+
+def _other_batch(old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
+    """How the description of a batch differs from that of another one."""
+    if len(old) != len(new):
+        return "another structure of the batch"
+    before, now = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
+    if isinstance(before, type) and isinstance(now, type):
+        return f"a value of type {now.__name__} in the batch, where one of type {before.__name__} was"
+    tensors = [isinstance(one, tuple) and isinstance(one[0], torch.dtype) for one in (before, now)]
+    if all(tensors):
+        if before[0] != now[0]:
+            return f"a batch tensor of type {now[0]}, where one of {before[0]} was"
+        if before[1] != now[1]:
+            return f"a batch tensor of shape {tuple(now[1])}, where one of {tuple(before[1])} was"
+        return "a batch tensor with other strides, or that requires grad where it did not"
+    if all(isinstance(one, tuple) and isinstance(one[0], type) for one in (before, now)):
+        return f"{now[1]:.60} in the batch, where {before[1]:.60} was"
+    return "another structure of the batch"
+
 
 # ---- Programs, cases and their choice
 
@@ -239,7 +324,7 @@ class Case:
     def difference(self, key: Any, numbers: Numbers) -> str:
         """A description of how a call differs from this case."""
         if self.key != key:
-            return other_batch(self.key, key)
+            return _other_batch(self.key, key)
         moved = self._moved(numbers)
         if moved:
             old, now = dict(self.numbers)[moved[0]], dict(numbers)[moved[0]]
@@ -249,39 +334,6 @@ class Case:
                 return ", ".join(c.name for c in self.fingerprint.changes()[:3])
         except NotRepeatable as gone:
             return gone.message
-
-
-@dataclass(slots=True)
-class State:
-    """The host side of a job's state between two steps. Structures are compared by identity: `LocalModel` interns
-    them."""
-
-    structure: Structure
-    host: list[Number]
-    keep: frozenset[int] = frozenset()  # parameters whose gradients the job keeps between steps
-
-
-def without_steps(before: State, after: State, optimizers: Collection[int]) -> State:
-    """The host side of the state after a step in which these optimizers' own steps were left out."""
-    host: list[Number] = []
-    numbers: dict[tuple[bool, int], int] = {}
-
-    def trees(optimizer: int) -> Any:
-        old = optimizer in optimizers
-        state = before if old else after
-
-        def leaf(value: Any) -> Any:
-            if not isinstance(value, HostLeaf):
-                return value
-            var = numbers.setdefault((old, value.var), len(host))
-            if var == len(host):
-                host.append(state.host[value.var])
-            return HostLeaf(var, value.dtype)
-
-        return tuple((key, map_frozen(tree, leaf)) for key, tree in state.structure.optimizers[optimizer])
-
-    structure = replace(after.structure, optimizers=tuple(map(trees, range(len(after.structure.optimizers)))))
-    return State(structure, host, after.keep)
 
 
 @dataclass(slots=True)
@@ -386,6 +438,7 @@ class StepFunction:
         # Traces without a second one, and what makes it; None outside of `confirmed`.
         self._unconfirmed: list[tuple[RawTrace, Callable[[], RawTrace]]] | None = None
         self._executed: Executed = {}  # user code seen to run in a trace
+        self._names: frozenset[str] = frozenset()  # in the step's code, as the last fingerprint found
         self._cases: list[Case] = []  # most recently used first
         self._moving: dict[Source, None] = {}  # numbers seen to change, which are symbols in new cases
         self._failures: Counter[Source] = Counter()  # of traces in which they were symbols
@@ -558,7 +611,7 @@ class StepFunction:
         table = self._table
         make = partial(
             Fingerprint, self.fn, table.models, table.optimizers, table.params, executed=self._executed,
-            identity=table.identity,
+            identity=table.identity, names=self._names,
         )  # fmt: skip
         kept = kept_traces.executed(self.fn, key_of(key, numbers))
         more = {i: found for i, found in kept.items() if i not in self._executed}
@@ -571,6 +624,7 @@ class StepFunction:
             for i in more:  # code of an earlier step, which this one may not run
                 del self._executed[i]
             fingerprint = make()
+        self._names = fingerprint.names
         return fingerprint
 
     def _make_room(self, key: Any, numbers: Numbers) -> None:

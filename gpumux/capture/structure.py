@@ -251,3 +251,36 @@ def from_local(table: StateTable, lost: Mapping[int, Place] | None = None) -> tu
                 raise keeps_gradient(inner[found[0]], table.param_names[i])
             kept.append((i, table.adopt(("grad", i), f"grad.{table.param_names[i]}", p.grad)))
     return Structure(optimizers, tuple(kept), tuple(dropped)), classes.values
+
+
+@dataclass(slots=True)
+class State:
+    """The host side of a job's state between two steps. Structures are compared by identity: `LocalModel` interns
+    them."""
+
+    structure: Structure
+    host: list[Number]
+    keep: frozenset[int] = frozenset()  # parameters whose gradients the job keeps between steps
+
+
+def without_steps(before: State, after: State, optimizers: Collection[int]) -> State:
+    """The host side of the state after a step in which these optimizers' own steps were left out."""
+    host: list[Number] = []
+    numbers: dict[tuple[bool, int], int] = {}
+
+    def trees(optimizer: int) -> Any:
+        old = optimizer in optimizers
+        state = before if old else after
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, HostLeaf):
+                return value
+            var = numbers.setdefault((old, value.var), len(host))
+            if var == len(host):
+                host.append(state.host[value.var])
+            return HostLeaf(var, value.dtype)
+
+        return tuple((key, map_frozen(tree, leaf)) for key, tree in state.structure.optimizers[optimizer])
+
+    structure = replace(after.structure, optimizers=tuple(map(trees, range(len(after.structure.optimizers)))))
+    return State(structure, host, after.keep)

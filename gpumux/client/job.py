@@ -27,7 +27,8 @@ from gpumux.capture.generator import ClientGenerator, open_jobs
 from gpumux.capture.microbatch.split import TOLERANCE, check_microbatches
 from gpumux.capture.source import fold, folded
 from gpumux.capture.state import StateTable
-from gpumux.capture.step import Choice, KeepMore, RankSplitter, State, StepFunction, StepProgram
+from gpumux.capture.step import Choice, KeepMore, RankSplitter, StepFunction, StepProgram
+from gpumux.capture.structure import State
 from gpumux.capture.symbols import ConstantScalars
 from gpumux.capture.tracer import Tracer
 from gpumux.client import snapshots

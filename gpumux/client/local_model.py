@@ -18,8 +18,8 @@ from gpumux.capture.outside.tensors import Outside
 from gpumux.capture.source import user_line
 from gpumux.capture.staleness import StalenessHooks, of_job
 from gpumux.capture.state import ALL, Part, Place, StateTable
-from gpumux.capture.step import Choice, State, StepProgram, without_steps
-from gpumux.capture.structure import Structure, from_local
+from gpumux.capture.step import Choice, StepProgram
+from gpumux.capture.structure import State, Structure, from_local, without_steps
 from gpumux.client.future import Pending, StepFuture, skipped_in, wait_answered
 from gpumux.client.recovery import Recovery
 from gpumux.client.remote import Remote

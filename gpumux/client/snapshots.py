@@ -21,8 +21,7 @@ import torch
 
 from gpumux.capture.generator import ClientGenerator
 from gpumux.capture.state import Place, StateTable, raw_bytes
-from gpumux.capture.step import State
-from gpumux.capture.structure import ConstLeaf, DeviceLeaf, HostLeaf
+from gpumux.capture.structure import ConstLeaf, DeviceLeaf, HostLeaf, State
 from gpumux.client.remote import StateRead
 from gpumux.client.replay import ReplayLog
 from gpumux.client.session import Asked, Session

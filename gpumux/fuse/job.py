@@ -18,8 +18,8 @@ import torch
 from gpumux.capture.generator import ClientGenerator
 from gpumux.capture.lower import Lowered
 from gpumux.capture.state import Buffer, StateTable
-from gpumux.capture.step import Choice, State, StepProgram
-from gpumux.capture.structure import Structure
+from gpumux.capture.step import Choice, StepProgram
+from gpumux.capture.structure import State, Structure
 from gpumux.client import snapshots
 from gpumux.client.arguments import job_spec, whole
 from gpumux.client.future import StepFuture

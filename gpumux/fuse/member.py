@@ -14,8 +14,8 @@ from gpumux.capture.fetching import without_modes
 from gpumux.capture.local_state import Pull, dictionaries, install, load_local
 from gpumux.capture.staleness import StalenessHooks, Wording
 from gpumux.capture.state import ALL, Part, Place, StateTable, byte_view
-from gpumux.capture.step import Choice, KeepMore, State, StepFunction
-from gpumux.capture.structure import Structure, from_local
+from gpumux.capture.step import Choice, KeepMore, StepFunction
+from gpumux.capture.structure import State, Structure, from_local
 from gpumux.capture.tracer import Tracer
 from gpumux.client.arguments import several
 from gpumux.client.job import example_arguments

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from gpumux.capture.state import StateTable
-from gpumux.capture.step import State, StepProgram
+from gpumux.capture.step import StepProgram
+from gpumux.capture.structure import State
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import aligned
 from gpumux.program.memory import message_bytes, wave_plan

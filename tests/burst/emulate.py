@@ -14,8 +14,8 @@ from gpumux.burst.programs import bytes_moved
 from gpumux.burst.ranks import BurstSplitter, RankedStep
 from gpumux.capture.staleness import StalenessHooks, Wording
 from gpumux.capture.state import StateTable, byte_view
-from gpumux.capture.step import Choice, KeepMore, State, StepFunction
-from gpumux.capture.structure import Structure, from_local
+from gpumux.capture.step import Choice, KeepMore, StepFunction
+from gpumux.capture.structure import State, Structure, from_local
 from gpumux.capture.tracer import Tracer
 from gpumux.program import operators
 from gpumux.program.check import check

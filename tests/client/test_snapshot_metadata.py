@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from gpumux.capture.state import StateTable, byte_view
-from gpumux.capture.step import State
-from gpumux.capture.structure import from_local
+from gpumux.capture.structure import State, from_local
 from gpumux.client import snapshots
 from gpumux.client.snapshots import Counts, SnapshotMetadata
 from gpumux.errors import ConfigError

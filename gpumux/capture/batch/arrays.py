@@ -134,3 +134,27 @@ def _copy(
         device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format
     )  # fmt: skip
     return found.requires_grad_(requires_grad)
+
+
+def layable(tensor: torch.Tensor, position: int) -> torch.Tensor:
+    """The tensor itself. Raises CaptureError if its bytes can't lie in shared memory with its own strides, which
+    matter because kernels may choose their order of summation by strides."""
+    if tensor.is_contiguous():
+        return tensor
+    span, expected = 1, 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride > 0:
+            if stride < expected:  # overlapping windows (unfold)
+                raise _unlayable(position, "its elements overlap in memory")
+            expected = stride * size
+            span += (size - 1) * stride
+    if span > 8 * max(1, tensor.numel()) and span > 1 << 20:
+        raise _unlayable(position, f"it is spread over {span * tensor.element_size()} bytes")
+    return tensor
+
+
+def _unlayable(position: int, why: str) -> CaptureError:
+    return CaptureError(
+        f"tensor {position} of the batch can't be laid into shared memory as it is: {why}",
+        "pass .contiguous() (and do so in runs you compare with)",
+    )

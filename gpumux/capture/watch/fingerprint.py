@@ -198,14 +198,15 @@ def without_collection() -> Iterator[None]:
 
 class Fingerprint:
     """The fingerprint of one step function and the models and optimizers it was submitted with. `executed`: code that
-    is known to run in it; `identity`: see StateTable.identity. Raises CaptureError for an object that can't be
-    watched."""
+    is known to run in it; `identity`: see StateTable.identity; `names`: of an earlier fingerprint of this step. Raises
+    CaptureError for an object that can't be watched."""
 
     def __init__(
         self, fn: Any, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], params: Sequence[torch.Tensor],
-        *, executed: Executed | None = None, identity: Identity = layout,
+        *, executed: Executed | None = None, identity: Identity = layout, names: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
         self._given = (fn, models, optimizers, params)
+        self.names = names
         self._executed = executed if executed is not None else {}
         self._identity = identity
         self._wanted: Mapping[Variable, str] = {}
@@ -217,7 +218,7 @@ class Fingerprint:
 
     @without_collection()
     def _walk(self) -> None:
-        walk = Walk(*self._given, executed=self._executed)
+        walk = Walk(*self._given, executed=self._executed, names=self.names)
         self.watches = [*walk.watches, *self._more]
         self.modules = walk.modules
         self.other_optimizers = walk.other_optimizers

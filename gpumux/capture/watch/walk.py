@@ -226,8 +226,9 @@ class Walk:
 
     def __init__(
         self, fn: Any, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], params: Sequence[torch.Tensor],
-        *, executed: Executed,
+        *, executed: Executed, names: Iterable[str] = (),
     ) -> None:  # fmt: skip
+        """`names`: those that an earlier walk of the step found; knowing them saves a second round."""
         self._roots: list[tuple[str, Any]] = [
             ("model" if len(models) == 1 else f"model{i}", m) for i, m in enumerate(models)
         ]
@@ -236,7 +237,7 @@ class Walk:
         self._params = list(params)
         self._executed = executed
         self._optimizers = list(optimizers)
-        self._names: set[str] = {"forward", "__call__", "step"}
+        self._names: set[str] = {"forward", "__call__", "step", *names}
         self._clear()
         self._walk_until_complete()
         while missing := [found for i, found in executed.items() if i not in self.walked]:
