@@ -226,8 +226,8 @@ def changes_variables(changes: Sequence[Change]) -> NotRepeatable:
     if all(map(_of_texts, (c.new for c in changes))):
         return NotRepeatable(
             f"the step changes Python variables while it runs: {names}",
-            "gpumux runs a step's Python only when it captures it: set these in the loop, beside the step (a method that"
-            " takes the batch apart, such as set_input(batch), may be called there as a whole)",
+            "gpumux runs a step's Python only when it captures it: set these in the loop, beside the step (a method"
+            " that takes the batch apart, such as set_input(batch), may be called there as a whole)",
         )
     return NotRepeatable(
         f"the step changes Python variables while it runs: {names}",

@@ -648,6 +648,7 @@ class StepFunction:
                 del self._executed[i]
             fingerprint = make()
         fingerprint.remember()
+        table.recordings.add(fingerprint)
         case = Case(key, fingerprint, HyperReader(table.optimizers), numbers)
         if not self._parts:
             case.lift([source for source in self._moving if self._failures[source] < _TRIES][:MOST])

@@ -77,3 +77,20 @@ def test_a_tensor_that_a_method_left_is_named_as_its_own(endpoint: str) -> None:
         job.step(X, Y).result()
         with pytest.raises(errors.StaleState, match=r"^self\.loss was set by a step"):
             trainer.loss.item()
+
+
+def test_texts_that_a_step_takes_from_its_batch_are_set_in_the_loop(endpoint: str) -> None:
+    class Trainer:
+        paths: list[str] | None = None
+
+        def step(self, x: Tensor, paths: list[str]) -> Tensor:
+            self.paths = paths
+            return x * 2
+
+    trainer = Trainer()
+    with (
+        pytest.raises(errors.NotRepeatable, match="set these in the loop") as caught,
+        client.submit(trainer.step, example=(X, ["0.png"]), endpoint=endpoint) as job,
+    ):
+        job.step(X, ["1.png"]).result()
+    assert "self.paths" in caught.value.message

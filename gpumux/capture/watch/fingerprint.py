@@ -123,6 +123,10 @@ class IdentityCheck:
         """Take the present objects as those that `unchanged` compares with."""
         self._seen = self._now()
 
+    def forget(self) -> None:
+        """Objects may have become something else since the last `remember`."""
+        self._seen = None
+
     def unchanged(self) -> bool:
         """Whether all objects are the same as at the last `remember`. Raises KeyError if a watched name is gone."""
         if self._seen is None:
@@ -162,6 +166,8 @@ class Fingerprint:
         # Names of the places in which the step itself leaves tensors. It writes them before it reads them, so that it
         # is the same step whatever was there before.
         self.leaves: set[str] = set()
+        self._remembered: list[Reading] = []
+        self._tensors: frozenset[int] = frozenset()  # by id, those in `_remembered`
         self._walk()
 
     @without_collection()
@@ -277,7 +283,17 @@ class Fingerprint:
     def remember(self) -> None:
         """Take the present values as those that `holds` compares with."""
         self._remembered = self.read()
+        self._tensors = frozenset(id(t) for reading in self._remembered for t in _all_tensors(reading))
         self._remember_identities()
+
+    def replace(self, tensor: torch.Tensor, stand_in: torch.Tensor) -> None:
+        """Put `stand_in` into the place of a tensor among the values that `holds` compares with."""
+        self._identity_check.forget()
+        for one in self._lifted.values():
+            one.seen = ()
+        if id(tensor) in self._tensors:
+            self._tensors -= {id(tensor)}
+            self._remembered = [_with(reading, tensor, stand_in) for reading in self._remembered]
 
     def _remember_identities(self) -> None:
         self._identity_check.remember()
@@ -377,6 +393,23 @@ class Fingerprint:
                     for name, a, b in w.differences(old, new, self._identity)
                 ]
         return found
+
+
+def _all_tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _all_tensors(item)
+
+
+def _with(value: Any, tensor: torch.Tensor, stand_in: torch.Tensor) -> Any:
+    """A value, or a tuple of values, with another tensor in the place of one."""
+    if value is tensor:
+        return stand_in
+    if not isinstance(value, tuple):
+        return value
+    return tuple.__new__(type(value), [_with(item, tensor, stand_in) for item in value])
 
 
 def _strided(value: Any) -> bool:
