@@ -352,7 +352,7 @@ def _span(tensor: torch.Tensor, start: int) -> tuple[int, int]:
     return first, first + (last + 1) * tensor.element_size() if tensor.numel() else first
 
 
-class Recording(Protocol):
+class Remembered(Protocol):
     """Values that were read when a step was captured, with which later ones are compared (Fingerprint)."""
 
     def replace(self, tensor: torch.Tensor, stand_in: torch.Tensor) -> None: ...
@@ -400,7 +400,7 @@ class StateTable:
         self._paths: dict[int, set[tuple[Any, ...]]] = {}  # buffer -> keys of `_at_path`
         self._place_of: dict[tuple[Any, ...], Place] = {}  # key of `_at_path` -> place of its tensor when it was set
         self._at: dict[Place, torch.Tensor] = {}
-        self.recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
+        self.recordings: weakref.WeakSet[Remembered] = weakref.WeakSet()
         self._stand_ins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what stands in recordings -> its place
         self._device = device
         self.runs_on = runs_on
