@@ -94,3 +94,16 @@ def test_texts_that_a_step_takes_from_its_batch_are_set_in_the_loop(endpoint: st
     ):
         job.step(X, ["1.png"]).result()
     assert "self.paths" in caught.value.message
+
+
+class Drawn(Tensor):
+    """As the inputs of BigGAN's generator are: a class of one's own, which draws into itself."""
+
+
+@pytest.mark.parametrize("use", [lambda z: z[:2], lambda z: z * 2], ids=["a part", "a product"])
+def test_a_tensor_of_a_class_of_ones_own_in_a_variable_is_named(use: Callable[[Tensor], Tensor], endpoint: str) -> None:
+    z = torch.randn(6, 4).as_subclass(Drawn)
+    with pytest.raises(errors.CaptureError, match="a tensor of the class Drawn") as caught:
+        client.submit(lambda x: x.sum() + use(z).sum(), example=(X,), endpoint=endpoint)
+    assert "as_subclass(torch.Tensor)" in caught.value.remedy
+    assert __file__ in caught.value.message
