@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from clients.compatibility.suite import Train, idiom
-from gpumux.errors import DataDependent
+from gpumux.errors import DataDependent, NotRepeatable
 
 BATCHES = 6
 
@@ -705,3 +705,61 @@ def graph_object(train: Train) -> Any:
     graphs = [_Graph(x=x, y=y, edge_index=torch.randint(0, len(x), (2, 9))) for x, y in _pairs()]
     run = train(step, (graphs[0],), model=model, optimizer=optimizer)
     return [run(graph).item() for graph in graphs], model
+
+
+class _WithInput:
+    """As in pix2pix: an object that takes the batch apart, and computes with what it holds."""
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = _classifier()
+
+    def set_input(self, data: dict[str, Any]) -> None:
+        self.image, self.label, self.paths = data["image"], data["label"], data["paths"]
+
+    def optimize_parameters(self) -> Tensor:
+        self.loss = F.cross_entropy(self.model(self.image), self.label)
+        self.optimizer.zero_grad()
+        self.loss.backward()
+        self.optimizer.step()
+        return self.loss
+
+
+def _named_images() -> Iterator[dict[str, Any]]:
+    for epoch in range(3):
+        for i, size in enumerate((6, 6, 3)):
+            labels = torch.randint(0, 4, (size,))
+            yield {
+                "image": torch.randn(size, 8),
+                "label": labels,
+                "paths": [f"{epoch}/{i}/{k}.png" for k in range(size)],
+            }
+
+
+def set_input_in_the_loop(train: Train) -> Any:
+    trained = _WithInput()
+    batches = list(_named_images())
+    trained.set_input(batches[0])
+    run = train(trained.optimize_parameters, (), model=trained.model, optimizer=trained.optimizer)
+    found = []
+    for data in batches:
+        trained.set_input(data)
+        found.append((run().item(), trained.paths))
+    return found, trained.model
+
+
+@idiom(
+    "an object that takes the batch apart, the names of files too: self.image, self.paths = ... (set_input of pix2pix)",
+    refused=NotRepeatable,
+    instead="call it in the loop: model.set_input(data), then the step, which has no arguments",
+    changed=set_input_in_the_loop,
+)
+def set_input(train: Train) -> Any:
+    trained = _WithInput()
+    batches = list(_named_images())
+
+    def step(data: dict[str, Any]) -> Tensor:
+        trained.set_input(data)
+        return trained.optimize_parameters()
+
+    run = train(step, (batches[0],), model=trained.model, optimizer=trained.optimizer)
+    return [(run(data).item(), trained.paths) for data in batches], trained.model

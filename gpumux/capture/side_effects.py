@@ -223,11 +223,23 @@ def changes_variables(changes: Sequence[Change]) -> NotRepeatable:
             "gpumux runs a step's Python only when it captures it: return the value from the step, and put it there in"
             f" the loop (a list: {grown}.append(step(x, y)); what a step returns is a tensor that is already detached)",
         )
+    if all(map(_of_texts, (c.new for c in changes))):
+        return NotRepeatable(
+            f"the step changes Python variables while it runs: {names}",
+            "gpumux runs a step's Python only when it captures it: set these in the loop, beside the step (a method"
+            " that takes the batch apart, such as set_input(batch), may be called there as a whole)",
+        )
     return NotRepeatable(
         f"the step changes Python variables while it runs: {names}",
         "gpumux runs a step's Python only when it captures it: count, and step schedulers,"
         " outside the step, return from it what the script is to have, or keep the value in a tensor buffer",
     )
+
+
+def _of_texts(value: Any) -> bool:
+    """Whether a value is a text or holds nothing but texts, as the names of a batch's files."""
+    leaves = pytree.tree_leaves(value)
+    return bool(leaves) and all(isinstance(leaf, str) for leaf in leaves)
 
 
 def _shown(value: Any) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -356,6 +356,12 @@ def _span(tensor: torch.Tensor, start: int) -> tuple[int, int]:
     return first, first + (last + 1) * tensor.element_size() if tensor.numel() else first
 
 
+class Remembered(Protocol):
+    """Values that were read when a step was captured, with which later ones are compared (Fingerprint)."""
+
+    def replace(self, tensor: torch.Tensor, stand_in: torch.Tensor) -> None: ...
+
+
 class Followed(list[torch.Tensor]):
     """Tensors of no model that a captured step met. A tensor that another one replaces is replaced here as well."""
 
@@ -398,9 +404,8 @@ class StateTable:
         self._paths: dict[int, set[tuple[Any, ...]]] = {}  # buffer -> keys of `_at_path`
         self._place_of: dict[tuple[Any, ...], Place] = {}  # key of `_at_path` -> place of its tensor when it was set
         self._at: dict[Place, torch.Tensor] = {}
-        self._former: WeakTensorKeyDictionary = (
-            WeakTensorKeyDictionary()
-        )  # tensors that were replaced, with their places
+        self.recordings: weakref.WeakSet[Remembered] = weakref.WeakSet()
+        self._stand_ins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what stands in recordings -> its place
         self._device = device
         self.runs_on = runs_on
         self.home: torch.device | None = None  # device of the local tensors; None while there are none
@@ -532,7 +537,7 @@ class StateTable:
         elif self._over_state(new) or not self._move(old.untyped_storage()._cdata, new.untyped_storage()):
             return False
         self._known.pop(id(old), None)
-        self._former[old] = place
+        self._gone(old, place)
         for found in (self.tensors, self.only_read, self.written):
             found[:] = [(name, new if tensor is old else tensor) for name, tensor in found]
         self._replace_followed({id(old): new})
@@ -555,7 +560,16 @@ class StateTable:
 
     def lay(self, tensor: torch.Tensor, place: Place) -> None:
         """Note where a tensor lay that a step was captured with, and that lies outside the job's memory now."""
-        self._former[tensor] = place
+        self._gone(tensor, place)
+
+    def _gone(self, tensor: torch.Tensor, place: Place) -> None:
+        """A tensor is no longer the one of this place, which recordings know as it: the script may bind it to another
+        variable, whose place it then has."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            stand_in = torch.empty(0, requires_grad=tensor.requires_grad)
+        self._stand_ins[stand_in] = place
+        for recording in self.recordings:
+            recording.replace(tensor, stand_in)
 
     def _over_state(self, tensor: torch.Tensor) -> str:
         """The name of a tensor of the job's state in whose memory this one lies by another storage, "" for none: the
@@ -670,12 +684,13 @@ class StateTable:
         index = self._index.get(id(tensor))
         if index is not None:
             return ("parameter", index)
-        place = self.place(tensor) or self._former.get(tensor)
+        former = self._stand_ins.get(tensor) if self._stand_ins else None
+        place = former or self.place(tensor)
         if place is None:
             return layout(tensor)
         # A step may set `.data` of the job's own tensor, or bind its variable anew, which another one over the same
         # memory would not follow.
-        return place, tensor.requires_grad, id(tensor) in self._known or tensor in self._former
+        return place, tensor.requires_grad, former is not None or id(tensor) in self._known
 
     def param_index(self, tensor: Any) -> int | None:
         return self._index.get(id(tensor))
@@ -872,7 +887,7 @@ class StateTable:
             self._at = {p: t for p, t in self._at.items() if p.buffer != place.buffer}
             self._known.pop(id(old), None)
             self._known[id(new)] = _memory(new)
-            self._former[old] = place
+            self._gone(old, place)
         news = {id(old): new for old, new, _, _ in found}
         for i, (owner, name, tensor) in enumerate(self._slots):
             if id(tensor) in news:

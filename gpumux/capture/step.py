@@ -593,6 +593,7 @@ class StepFunction:
             self._make_room(key, numbers)
         self._refuse_state_as_batch(tensors)
         fingerprint.remember()
+        self._table.recordings.add(fingerprint)
         case = Case(key, fingerprint, HyperReader(self._table.optimizers), numbers)
         if not self._parts:
             case.lift([source for source in self._moving if self._failures[source] < _TRIES][:MOST])
@@ -602,6 +603,8 @@ class StepFunction:
     def _follow(self, case: Case, fingerprint: Fingerprint, rebuilt: Rebuilt) -> None:
         """Have the case's traces for the containers that took the place of those they were made with."""
         fingerprint.take_place_of(case.fingerprint, rebuilt)
+        self._table.recordings.discard(case.fingerprint)
+        self._table.recordings.add(fingerprint)
         case.fingerprint = fingerprint
         new = rebuilt.variables
         self._moving = {new.get(source, source): None for source in self._moving}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -114,6 +115,13 @@ def _error_of_step(error: Exception, record: TraceRecord, warns: bool) -> Captur
         return DataDependent(
             f"{where} gives a numpy array of the batch to a function that takes arrays alone",
             "begin the step with torch.from_numpy(array), called by this name, and compute with the tensor",
+        )
+    subclass = re.search(r"Creating a new Tensor subclass (\w+)", str(error))
+    if subclass is not None:
+        return CaptureError(
+            f"{where} uses a tensor of the class {subclass[1]}, a subclass of torch.Tensor, which a variable holds",
+            "have the variable hold a plain tensor (x.as_subclass(torch.Tensor)), give it to the step as an argument,"
+            " or make it in the step: torch.randn(...)",
         )
     message = f"the step raised {type(error).__name__} while it was captured, at {where}"
     told = f"{type(error).__module__} {error}".lower()

@@ -279,6 +279,23 @@ def test_one_number_that_can_be_no_symbol_keeps_no_other_from_being_one(endpoint
         assert programs(job) <= 4
 
 
+TEXTS: dict[str, Callable[[int], Any]] = {
+    "an argument": lambda i: f"{i}.png",
+    "in a list": lambda i: [f"{i}.png", f"{i + 1}.png"],
+    "beside a number": lambda i: {"path": f"{i}.png", "index": i},
+}
+
+
+@pytest.mark.parametrize("make", TEXTS.values(), ids=TEXTS)
+def test_texts_of_the_batch_that_a_step_does_not_read_need_no_captures(
+    endpoint: str, make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with client.submit(lambda x, _: x * 2, example=(X, make(0)), endpoint=endpoint) as job:
+        for i in range(8):
+            assert torch.equal(job.step(X, make(i)).result(), X * 2)
+    assert "combination of batch shapes" not in caplog.text
+
+
 def test_a_number_that_can_be_no_symbol_is_worth_no_warning(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     """The trace with a symbol fails after it drew, and is followed by one without."""
     rates = {0.5: 2.0, 1.0: 3.0}

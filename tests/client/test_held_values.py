@@ -148,6 +148,22 @@ class Started(nn.Module):
         return found
 
 
+class StartedByNumber(Started):
+    """The flag is a number of one byte, as in Glow's ActNorm."""
+
+    def __init__(self, added: bool = False) -> None:
+        super().__init__()
+        self.started = torch.tensor(0, dtype=torch.uint8)
+        self.added = added
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.started.item() == 0:
+            self.mean.copy_(x.mean(0))
+            self.started.add_(1) if self.added else self.started.fill_(1)
+        found: Tensor = self.inner(x - self.mean)
+        return found
+
+
 class Averaged(nn.Module):
     """A module with an average of its weights, which counts its updates in a buffer, as ema_pytorch does."""
 
@@ -174,9 +190,10 @@ class Averaged(nn.Module):
                 mean.lerp_(now, 1.0 - decay)
 
 
-def test_a_flag_that_the_step_sets_is_a_number_of_each_step(endpoint: str) -> None:
+@pytest.mark.parametrize("kind", [Started, StartedByNumber])
+def test_a_flag_that_the_step_sets_is_a_number_of_each_step(kind: type[Started], endpoint: str) -> None:
     def make() -> Work:
-        model = Started()
+        model = kind()
         step, optimizer = training(model)
         return Work([model], [optimizer], [(step, DATA[0])], simple_loop(DATA, 5))
 
@@ -218,6 +235,13 @@ def test_such_a_number_is_saved_and_loaded(endpoint: str) -> None:
         job.sync()
     assert model.started
     assert model.state_dict()["started"]
+
+
+def test_a_number_of_one_byte_that_is_counted_is_refused(endpoint: str) -> None:
+    model = StartedByNumber(added=True)
+    step, optimizer = training(model)
+    with pytest.raises(errors.CaptureError):
+        client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
 
 
 class Pointer(nn.Module):

@@ -285,6 +285,42 @@ def test_what_a_variable_held_before_may_be_written_and_come_back(endpoint: str)
             steps(job, weights)
 
 
+def two_holders(first: Tensor, second: Tensor) -> tuple[Holder, Holder, Callable[[], Tensor]]:
+    x, y = Holder(first), Holder(second)
+    return x, y, lambda: x.value * 2 + y.value
+
+
+def test_tensors_that_go_from_one_variable_to_another_are_known_where_they_are(endpoint: str) -> None:
+    first, second, third = torch.randn(6), torch.randn(6), torch.randn(6)
+    x, y, step = two_holders(first, third)
+    order = [(0, 2), (1, 2), (1, 0), (0, 0), (0, 2), (1, 0), (2, 2), (0, 1), (2, 0), (1, 1)]
+    with client.submit(step, example=(), endpoint=endpoint) as job:
+        for i, j in order:
+            x.value, y.value = (first, second, third)[i], (first, second, third)[j]
+            assert torch.equal(job.step().result(), step()), (i, j)
+
+
+def test_a_variable_that_keeps_what_another_one_held_last_needs_no_captures(endpoint: str) -> None:
+    x, before, step = two_holders(torch.randn(6), torch.randn(6))
+    with client.submit(step, example=(), endpoint=endpoint, max_variants=1) as job:
+        for _ in range(4):
+            before.value, x.value = x.value, torch.randn(6)
+            assert torch.equal(job.step().result(), step())
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["new tensors", "the same tensors in each epoch"])
+def test_a_smaller_last_batch_in_variables_is_captured_once(kept: bool, endpoint: str) -> None:
+    batches: list[tuple[Tensor, Tensor]] = []
+    x, y, step = two_holders(torch.randn(4, 6), torch.randn(4, 6))
+    with client.submit(step, example=(), endpoint=endpoint, max_variants=2) as job:
+        for _ in range(4):
+            if not (kept and batches):
+                batches = [(torch.randn(n, 6), torch.randn(n, 6)) for n in (4, 4, 2)]
+            for x.value, y.value in batches:
+                x.value[0, 0] += 0.5
+                assert torch.equal(job.step().result(), step())
+
+
 def test_tensors_in_tuples_and_dictionaries_are_followed_where_they_go(endpoint: str) -> None:
     tables: dict[str, Any] = {"a": torch.arange(6.0), "both": (torch.ones(6), [torch.zeros(6)])}
 

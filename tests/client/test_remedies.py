@@ -77,3 +77,33 @@ def test_a_tensor_that_a_method_left_is_named_as_its_own(endpoint: str) -> None:
         job.step(X, Y).result()
         with pytest.raises(errors.StaleState, match=r"^self\.loss was set by a step"):
             trainer.loss.item()
+
+
+def test_texts_that_a_step_takes_from_its_batch_are_set_in_the_loop(endpoint: str) -> None:
+    class Trainer:
+        paths: list[str] | None = None
+
+        def step(self, x: Tensor, paths: list[str]) -> Tensor:
+            self.paths = paths
+            return x * 2
+
+    trainer = Trainer()
+    with (
+        pytest.raises(errors.NotRepeatable, match="set these in the loop") as caught,
+        client.submit(trainer.step, example=(X, ["0.png"]), endpoint=endpoint) as job,
+    ):
+        job.step(X, ["1.png"]).result()
+    assert "self.paths" in caught.value.message
+
+
+class Drawn(Tensor):
+    """As the inputs of BigGAN's generator are: a class of one's own, which draws into itself."""
+
+
+@pytest.mark.parametrize("use", [lambda z: z[:2], lambda z: z * 2], ids=["a part", "a product"])
+def test_a_tensor_of_a_class_of_ones_own_in_a_variable_is_named(use: Callable[[Tensor], Tensor], endpoint: str) -> None:
+    z = torch.randn(6, 4).as_subclass(Drawn)
+    with pytest.raises(errors.CaptureError, match="a tensor of the class Drawn") as caught:
+        client.submit(lambda x: x.sum() + use(z).sum(), example=(X,), endpoint=endpoint)
+    assert "as_subclass(torch.Tensor)" in caught.value.remedy
+    assert __file__ in caught.value.message

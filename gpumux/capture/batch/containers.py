@@ -81,6 +81,8 @@ def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
 
 
 def _opens(leaf: Any) -> bool:
+    if isinstance(leaf, str):  # also a text that a trace must not read, which only says that it is one
+        return False
     kind = type(leaf)
     opens = isinstance(leaf, (dict, UserDict, SimpleNamespace)) or is_dataclass(kind) or _consists_of_values(leaf)
     return opens and not isinstance(leaf, type) and _plain_base(kind) in (object, dict, OrderedDict, SimpleNamespace)

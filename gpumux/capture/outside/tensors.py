@@ -121,6 +121,14 @@ def _variables(fingerprint: Fingerprint) -> Iterator[tuple[str, Any, Any]]:
     yield from ((name, _Variable(cell), 0) for name, cell in fingerprint.cells)
 
 
+def _held(owner: Any, key: Any) -> Any:
+    """What a variable holds, None if it has no value."""
+    try:
+        return owner[key]
+    except (KeyError, IndexError, AttributeError, ValueError):
+        return None
+
+
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     return list({(s := t.untyped_storage())._cdata: s for t in tensors}.values())
 
@@ -232,6 +240,8 @@ class Outside:
         self.views: dict[Fingerprint, list[tuple[str, torch.Tensor, Place]]] = {}
         self._sums = Checksums()  # of what may have been written unseen: all while they are plain
         self._owners: tuple[list[Any], list[Any], list[torch.Tensor]] = ([], [], [])
+        # (owner, key, tensor) of variables that held a tensor of another layout before, as a smaller last batch.
+        self._earlier: list[tuple[Any, Any, torch.Tensor]] = []
         self._has: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         _all.add(self)
 
@@ -444,11 +454,9 @@ class Outside:
         """A variable holds another object than at the last step."""
         table = self._table
         now: dict[int, list[Any]] = {}
-        for at, (owner, key, tensor) in list(table.holders_outside.items()):
-            try:
-                value = owner[key]
-            except (KeyError, IndexError, AttributeError, ValueError):
-                value = None
+        before = list(table.holders_outside.items())
+        for at, (owner, key, tensor) in before:
+            value = _held(owner, key)
             now.setdefault(id(tensor), []).append(value)
             if value is not tensor:
                 known = isinstance(value, torch.Tensor) and any(value is t for t in [*self._read, *self._states()])
@@ -465,19 +473,39 @@ class Outside:
             if any(old is p for p in table.params):
                 continue
             self._rebind(old, new, place.buffer)
+        self._take_back()
         kept = {id(t) for _, t in [*table.only_read, *table.written]}
-        for at, (owner, key, _) in list(table.holders_outside.items()):
-            try:
-                value = owner[key]
-            except (KeyError, IndexError, AttributeError, ValueError):
-                value = None
+        read = {id(t) for _, t in table.only_read}
+        for at, (owner, key, old) in before:
+            value = _held(owner, key)
+            if value is not old and id(old) in read:
+                self._earlier.append((owner, key, old))
             if id(value) in kept:
                 table.holders_outside[at] = (owner, key, value)
             else:  # the fingerprints notice it
                 del table.holders_outside[at]
         self._take_holders()
 
-    def _rebind(self, old: torch.Tensor, new: torch.Tensor, buffer: int) -> None:
+    def _take_back(self) -> None:
+        """A variable that holds a tensor of a layout that it had before gets the buffer of that time, so that the step
+        is the one that was captured then."""
+        self._earlier = [one for one in self._earlier if _held(*one[:2]) is not one[2]]
+        held = {
+            id(tensor) for owner, key, tensor in self._table.holders_outside.values() if _held(owner, key) is tensor
+        }
+        for old in [t for _, t in self._table.only_read if id(t) not in held]:
+            values = [_held(owner, key) for owner, key, tensor in self._earlier if tensor is old]
+            place = self._table.place(old)
+            if not values or place is None or place.buffer in self._shared:
+                continue
+            new = values[0]
+            whole = isinstance(new, torch.Tensor) and all(value is new for value in values) and has_memory(new)
+            if whole and self._table.lookup(new) is None and self._rebind(old, new, place.buffer):
+                for owner, key, _ in [one for one in self._earlier if one[2] is old]:
+                    self._table.holders_outside[_identity(owner, key)] = (owner, key, new)
+                self._earlier = [one for one in self._earlier if one[2] is not old]
+
+    def _rebind(self, old: torch.Tensor, new: torch.Tensor, buffer: int) -> bool:
         state = any(old is t for t in self._states())
         let_all_go()
         if state and Part.MODEL in self._hooks.stale:
@@ -487,11 +515,12 @@ class Outside:
             with torch._C._EnableTorchFunction():
                 fetch_arguments([new])
         if not self._table.rebind(old, new):
-            return
+            return False
         self.changed.add(buffer)
         if state:
             self._hooks.took(old, new)
         self._take_present()
+        return True
 
     def _states(self) -> list[torch.Tensor]:
         return [t for _, t in self._table.written]

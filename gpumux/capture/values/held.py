@@ -24,7 +24,7 @@ MOST_BYTES = 1 << 16  # of a buffer, as its bytes are compared at each call
 def counts(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds one whole number or flag, in memory of its own."""
     whole = tensor.dim() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return whole and tensor.dtype in (torch.int64, torch.bool) and tensor.device.type == "cpu"
+    return whole and tensor.dtype in (torch.int64, torch.bool, torch.uint8) and tensor.device.type == "cpu"
 
 
 class ReadValue(NamedTuple):

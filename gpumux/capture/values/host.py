@@ -21,6 +21,7 @@ _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 _COPIES = {aten.clone.default}
 _TYPES = (torch.float32, torch.float64, torch.int64)
+_FLAGS = (torch.bool, torch.uint8)  # which are set and compared alone
 
 
 class HostTensors:
@@ -115,7 +116,7 @@ class HostTensors:
 
     def _compare(self, name: str, left: Any, right: Any) -> tuple[bool, Any]:
         """Of integers, as an average counts its updates."""
-        if not isinstance(left, torch.Tensor) or left.dtype != torch.int64:
+        if not isinstance(left, torch.Tensor) or left.dtype not in (torch.int64, torch.uint8):
             return False, None
         other = self._operand(right, left.dtype)
         if other is None:
@@ -139,7 +140,9 @@ class HostTensors:
             if name == "zero_"
             else self._operand(args[1], target.dtype)
         )
-        if expr is None or target.dtype not in (*_TYPES, torch.bool):
+        if expr is None or target.dtype not in (*_TYPES, *_FLAGS):
+            return False, None
+        if target.dtype == torch.uint8 and not (expr.constant and 0 <= expr.value < 256):
             return False, None
         if target.dtype == torch.float32:
             expr = self.scope.apply("f32.cast", expr)

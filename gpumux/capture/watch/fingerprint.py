@@ -174,6 +174,10 @@ class IdentityCheck:
         """Take the present objects as those that `unchanged` compares with."""
         self._seen = self._now()
 
+    def forget(self) -> None:
+        """Objects may have become something else since the last `remember`."""
+        self._seen = None
+
     def unchanged(self) -> bool:
         """Whether all objects are the same as at the last `remember`. Raises KeyError if a watched name is gone."""
         if self._seen is None:
@@ -214,6 +218,8 @@ class Fingerprint:
         # Names of the places in which the step itself leaves tensors. It writes them before it reads them, so that it
         # is the same step whatever was there before.
         self.leaves: set[str] = set()
+        self._remembered: list[Reading] = []
+        self._tensors: frozenset[int] = frozenset()  # by id, those in `_remembered`
         self._walk()
 
     @without_collection()
@@ -329,7 +335,17 @@ class Fingerprint:
     def remember(self) -> None:
         """Take the present values as those that `holds` compares with."""
         self._remembered = self.read()
+        self._tensors = frozenset(id(t) for reading in self._remembered for t in _all_tensors(reading))
         self._remember_identities()
+
+    def replace(self, tensor: torch.Tensor, stand_in: torch.Tensor) -> None:
+        """Put `stand_in` into the place of a tensor among the values that `holds` compares with."""
+        self._identity_check.forget()
+        for one in self._lifted.values():
+            one.seen = ()
+        if id(tensor) in self._tensors:
+            self._tensors -= {id(tensor)}
+            self._remembered = [_with(reading, tensor, stand_in) for reading in self._remembered]
 
     def _remember_identities(self) -> None:
         self._identity_check.remember()
@@ -381,7 +397,7 @@ class Fingerprint:
                     moved.append(variable)
         gone = pairs.replaced()
         content = {id(w.home): reading for w, reading in zip(self.watches, self._remembered, strict=True)}
-        if any(i not in content or any(map(_has_tensor, content[i])) for i in gone):
+        if any(i not in content or next(_all_tensors(content[i]), None) is not None for i in gone):
             return None
         return Rebuilt(gone, variables, lifted, moved)
 
@@ -474,8 +490,21 @@ class Fingerprint:
         return found
 
 
-def _has_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (type(value) is tuple and any(map(_has_tensor, value)))
+def _all_tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _all_tensors(item)
+
+
+def _with(value: Any, tensor: torch.Tensor, stand_in: torch.Tensor) -> Any:
+    """A value, or a tuple of values, with another tensor in the place of one."""
+    if value is tensor:
+        return stand_in
+    if not isinstance(value, tuple):
+        return value
+    return tuple.__new__(type(value), [_with(item, tensor, stand_in) for item in value])
 
 
 def _strided(value: Any) -> bool:
