@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import sys
 import logging
+import sys
 import threading
 import weakref
 from collections import defaultdict
