@@ -423,14 +423,19 @@ def test_a_schedule_of_the_users_own_makes_no_variants(endpoint: str, caplog: py
     assert "combination" not in caplog.text
 
 
-def test_texts_that_the_step_does_not_read_make_no_variants(endpoint: str) -> None:
+def test_texts_that_the_step_does_not_read_make_no_variants(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     def step(batch: dict[str, Any]) -> torch.Tensor:
+        nonlocal count
+        count += 1
         return torch.cat([value for value in batch.values() if isinstance(value, torch.Tensor)]) * len(batch["names"])
 
+    count = 0
     with client.submit(step, example=({"x": X, "names": ["a", "b"]},), endpoint=endpoint) as job:
         for i in range(6):
             assert torch.equal(job.step({"x": X, "names": [f"a{i}", f"b{i}"]}).result(), X * 2)
         assert programs(job) == 1
+    assert count == 6
+    assert "combination" not in caplog.text, "it is not captured for each"
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,10 @@ def _consists_of_values(leaf: Any) -> bool:
     """Whether an object of a plain class holds tensors or arrays, and nothing but values beside them."""
     if isinstance(leaf, (torch.nn.Module, torch.Tensor)) or not type(leaf).__flags__ & _HEAP_TYPE:
         return False
-    held = pytree.tree_leaves(getattr(leaf, "__dict__", {}))
+    try:
+        held = pytree.tree_leaves(object.__getattribute__(leaf, "__dict__"))  # the stand-in of a text has no other way
+    except AttributeError:
+        return False
     return any(isinstance(each, _ARRAYS) for each in held) and all(
         each is None or isinstance(each, (*_VALUES, *_ARRAYS)) for each in held
     )
