@@ -1004,7 +1004,7 @@ def atoms(train: Train) -> Any:
             offset = torch.arange(len(state)).unsqueeze(1) * 11
             m.view(-1).index_add_(0, (lower + offset).view(-1), (following * (upper.float() - b)).view(-1))
             m.view(-1).index_add_(0, (upper + offset).view(-1), (following * (b - lower.float())).view(-1))
-        loss = -(m * model(state).log_softmax(1)).sum(1).mean()
+        loss: Tensor = -(m * model(state).log_softmax(1)).sum(1).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -8,7 +8,7 @@ bits, and whatever else is done with it raises the error that the index itself w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,7 +73,7 @@ class Selected(torch.Tensor):
 
 
 _GET, _SET = torch.Tensor.__getitem__, torch.Tensor.__setitem__
-_WITH_A_NUMBER = {
+_WITH_A_NUMBER: dict[Any, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     torch.Tensor.add_: torch.add, torch.Tensor.sub_: torch.sub, torch.Tensor.mul_: torch.mul,
     torch.Tensor.div_: torch.div,
 }  # fmt: skip
