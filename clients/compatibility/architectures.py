@@ -984,6 +984,36 @@ def graph_by_scatter_add(train: Train) -> Any:
     return _graph(lambda out, index, source: out.scatter_add(0, index.unsqueeze(1).expand_as(source), source), train)
 
 
+@idiom(
+    "a distribution projected onto atoms (Rainbow): lower[(upper > 0) * (lower == upper)] -= 1, m.view(-1).index_add_"
+)
+def atoms(train: Train) -> Any:
+    model = nn.Linear(6, 11)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    support = torch.linspace(-5.0, 5.0, 11)
+    states, returns = torch.randn(5, 8, 6), torch.randn(5, 8, 1).round()
+
+    def step(state: Tensor, reward: Tensor) -> Tensor:
+        with torch.no_grad():
+            following = model(state.flip(0)).softmax(1)
+            b = (reward + 0.5 * support).clamp(-5.0, 5.0) + 5.0
+            lower, upper = b.floor().to(torch.int64), b.ceil().to(torch.int64)
+            lower[(upper > 0) * (lower == upper)] -= 1
+            upper[(lower < 10) * (lower == upper)] += 1
+            m = state.new_zeros(len(state), 11)
+            offset = torch.arange(len(state)).unsqueeze(1) * 11
+            m.view(-1).index_add_(0, (lower + offset).view(-1), (following * (upper.float() - b)).view(-1))
+            m.view(-1).index_add_(0, (upper + offset).view(-1), (following * (b - lower.float())).view(-1))
+        loss: Tensor = -(m * model(state).log_softmax(1)).sum(1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (states[0], returns[0]), model=model, optimizer=optimizer)
+    return [run(x, y).item() for x, y in zip(states, returns, strict=True)], model, optimizer
+
+
 @idiom("farthest points and the points around them (PointNet++): distance[mask] = dist[mask]")
 def farthest_points(train: Train) -> Any:
     model = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 8))

@@ -316,6 +316,34 @@ def scheduler_inside_printed(train: Train) -> Any:
     return lines, model
 
 
+class _Polynomial(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer: torch.optim.Optimizer, most: int, power: float = 0.9) -> None:
+        self.most, self.power = most, power
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        return [base * (1 - self.last_epoch / self.most) ** self.power for base in self.base_lrs]
+
+
+@idiom("a scheduler of one's own, class PolyLR(_LRScheduler) with get_lr, stepped inside the step")
+def own_scheduler_inside(train: Train) -> Any:
+    model, optimizer = _classifier()
+    scheduler = _Polynomial(optimizer, 20)
+    batches = _batches(8)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    losses = [run(x, y) for x, y in batches]
+    return losses, scheduler.get_last_lr(), scheduler.last_epoch, model
+
+
 @idiom("scheduler.step() after each epoch (StepLR), by hand")
 def scheduler_after(train: Train) -> Any:
     model, optimizer = _classifier()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import logging
 import sys
 import threading
 import weakref
@@ -664,6 +665,7 @@ def install() -> None:
 # ---- the script's own tensors over a job's storages: `p.data`, detached views, windows onto a flat buffer
 
 
+log = logging.getLogger("gpumux.client")
 _use_count = torch._C._storage_Use_Count
 
 
@@ -671,12 +673,13 @@ class Aliases:
     """Finds other tensors over a job's storages.
 
     A storage counts its references: tensors, and one for its Python handle. If there are more than are known, tensors
-    are searched among all objects of the process, which takes about a tenth of a second. References without a Python
-    object (a DLPack capsule, a graph that autograd keeps) are not found. They cause another search each time, because a
-    tensor may have taken the place of one."""
+    are searched: among the newest objects of the process, and if these are not all, among all of them, which takes
+    about a tenth of a second. References without a Python object (a DLPack capsule, a graph that autograd keeps) are
+    not found. They cause another search each time, because a tensor may have taken the place of one."""
 
     def __init__(self) -> None:
         self._found: list[weakref.ref[torch.Tensor]] = []
+        self._in_vain = 0
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
         """Other tensors over the storages of `tensors`, each with the `_cdata` of its storage. Must be called with
@@ -686,27 +689,49 @@ class Aliases:
         known: dict[int, int] = dict.fromkeys(storages, 1)  # the handle in `storages`
         for tensor in {id(t): t for t in tensors}.values():
             known[tensor.untyped_storage()._cdata] += 1
-        alive = [
+        found = [
             (t, key)
             for r in self._found
             if (t := r()) is not None and id(t) not in mine and (key := _over(t, storages))
         ]
-        for _, key in alive:
-            known[key] += 1
-        if any(_use_count(key) > known[key] for key in storages):
-            alive = search(storages, mine)
+        alive = list[tuple[torch.Tensor, int]]()
+        for generation in (0, 1, None):
+            alive += found
+            for tensor, key in found:
+                known[key] += not is_traceable_wrapper_subclass(tensor)  # whose inner tensor has the reference
+            if all(_use_count(key) <= known[key] for key in storages):
+                break
+            found = search(storages, mine.union(id(t) for t, _ in alive), generation)
+        else:
+            alive += found
+            self._tell(sum(known.values()) + len(found) < sum(map(_use_count, storages)))
         self._found = [weakref.ref(t) for t, _ in alive]
         return alive
 
+    def _tell(self, in_vain: bool) -> None:
+        self._in_vain += in_vain
+        if in_vain and self._in_vain == _OFTEN:
+            log.warning(
+                "what was computed from a job's local model, or from other tensors of its step, keeps a graph of"
+                " autograd from step to step, which costs a search of all objects (about 0.1 s) at each step: evaluate"
+                " under torch.no_grad(), or del it before the next step"
+            )
 
-def search(storages: Container[int], mine: Container[int] = ()) -> list[tuple[torch.Tensor, int]]:
+
+_OFTEN = 10  # searches in vain, after which a warning says what they cost
+
+
+def search(
+    storages: Container[int], mine: Container[int] = (), generation: int | None = None
+) -> list[tuple[torch.Tensor, int]]:
     """All tensors over these storages that Python objects hold, except those whose ids are in `mine`, each with the
-    `_cdata` of its storage. Must be called with torch functions disabled."""
-    return [(t, key) for t in _all_tensors() if id(t) not in mine and (key := _over(t, storages))]
+    `_cdata` of its storage. `generation`: of the garbage collector, the only one searched. Must be called with torch
+    functions disabled."""
+    return [(t, key) for t in _all_tensors(generation) if id(t) not in mine and (key := _over(t, storages))]
 
 
-def _all_tensors() -> list[torch.Tensor]:
-    """All tensors that the garbage collector knows.
+def _all_tensors(generation: int | None) -> list[torch.Tensor]:
+    """All tensors that the garbage collector knows, or those of a generation.
 
     `gc.freeze()` takes objects off its lists. That is undone: it only saves time, and tensors that were missed would be
     read as they were before the job's steps.
@@ -719,8 +744,9 @@ def _all_tensors() -> list[torch.Tensor]:
     while found:
         kinds.update(found)
         found = [kind for base in found for kind in type.__subclasses__(base) if kind not in kinds]
-    undo_freeze()
-    first, second, third = tee(map(gc.get_objects, (None,)), 3)  # the same list, three times
+    if generation is None:
+        undo_freeze()
+    first, second, third = tee(map(gc.get_objects, (generation,)), 3)  # the same list, three times
     chosen = map(partial(map, kinds.__contains__), map(partial(map, type), second))
     tensors = chain.from_iterable(map(compress, first, chosen))
     return list(chain(tensors, map(list.clear, third)))[:-1]  # without the result of clear()

@@ -378,6 +378,15 @@ def _and_cpu(known: Callable[..., list[str]]) -> Callable[..., list[str]]:
     return lambda *args, **kwargs: [*known(*args, **kwargs), "cpu"]
 
 
+# Modules of schedules that begin with float(current_step), which Python gives the very value of a step alone. They call
+# `float`, and compare no types with it.
+_SCHEDULES = ("transformers.optimization", "diffusers.optimization")
+
+
+def _to_float(value: Any) -> Any:
+    return torch.sym_float(value) if is_symbol(value) else float(value)
+
+
 @contextmanager
 def patched(
     scope: Scope, tape: RngTape, scaling: Scaling, conjugates: Conjugates, *,
@@ -409,6 +418,7 @@ def patched(
         *((torch, name, here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (DistributedDataParallel, "forward", here(DistributedDataParallel.forward, _of_one_process)),
         *_collectives(),
+        *((module, "float", here(float, _to_float)) for name in _SCHEDULES if (module := sys.modules.get(name))),
         (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
     ]  # fmt: skip
     if not gpu:

@@ -422,8 +422,8 @@ _FORWARD_MODE = (
 
 _MASK = (
     "a mask as an index gives as many rows as it has values that are true: multiply by it, (loss * mask).sum() /"
-    " mask.sum(), let cross_entropy leave labels out: ignore_index=, write with one mask, x[mask] = y[mask], or return"
-    " both from the step and index outside"
+    " mask.sum(), let cross_entropy leave labels out: ignore_index=, write with one mask, x[mask] = y[mask] or"
+    " x[mask] += 1, or return both from the step and index outside"
 )
 _OF_GRAPHS = (
     "add the self-loops before the step, edge_index, _ = add_remaining_self_loops(edge_index), and make the layers"

@@ -166,6 +166,13 @@ def test_a_step_that_computes_with_an_array_in_python_is_refused(name: str, endp
     assert "torch.from_numpy" in caught.value.remedy
 
 
+@pytest.mark.parametrize("make", [torch.FloatTensor, torch.LongTensor, torch.Tensor])
+def test_an_array_given_to_a_class_of_tensors_is_refused(make: Any, endpoint: str) -> None:
+    with pytest.raises(errors.DataDependent, match=r"test_batch_contents\.py:\d+ gives a numpy array") as caught:
+        client.submit(lambda a: make(a) * 2, example=(X.numpy(),), endpoint=endpoint)
+    assert "torch.as_tensor" in caught.value.remedy
+
+
 @pytest.mark.parametrize("array", [np.array(["a"]), X.numpy()[::-1]], ids=["texts", "backwards"])
 def test_an_array_that_can_be_no_tensor_is_refused(array: Any, endpoint: str) -> None:
     with pytest.raises(errors.CaptureError, match="no tensor"):

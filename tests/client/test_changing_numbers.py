@@ -358,6 +358,20 @@ def test_dropout_and_smoothing_changed_by_the_script(endpoint: str) -> None:
     check(make, endpoint)
 
 
+class Polynomial(torch.optim.lr_scheduler.LRScheduler):
+    """A schedule of the user's own, which also keeps its last rates in a list that it replaces."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, most: int) -> None:
+        self.most = most
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch >= self.most:
+            return self.kept
+        self.kept = [base * (1 - self.last_epoch / self.most) ** 0.9 for base in self.base_lrs]
+        return self.kept
+
+
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
     "exponential": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
@@ -367,6 +381,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
     "restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)),
+    "the user's own": lambda o: Polynomial(o, 6),
     "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o, [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [3]
     ),
@@ -403,14 +418,41 @@ def test_schedulers_stepped_inside_the_step(kind: str, endpoint: str) -> None:
     check(make, endpoint)
 
 
-def test_texts_that_the_step_does_not_read_make_no_variants(endpoint: str) -> None:
+def test_a_schedule_of_the_users_own_makes_no_variants(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is named in the step, and stepped after it."""
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = Polynomial(optimizer, 20)
+    inside = False
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+        if inside:
+            scheduler.step()
+        return loss
+
+    with client.submit(step, example=(X,), model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        for _ in range(6):
+            job.step(X)
+            scheduler.step()
+    assert "combination" not in caplog.text
+
+
+def test_texts_that_the_step_does_not_read_make_no_variants(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     def step(batch: dict[str, Any]) -> torch.Tensor:
+        nonlocal count
+        count += 1
         return torch.cat([value for value in batch.values() if isinstance(value, torch.Tensor)]) * len(batch["names"])
 
+    count = 0
     with client.submit(step, example=({"x": X, "names": ["a", "b"]},), endpoint=endpoint) as job:
         for i in range(6):
             assert torch.equal(job.step({"x": X, "names": [f"a{i}", f"b{i}"]}).result(), X * 2)
         assert programs(job) == 1
+    assert count == 6
+    assert "combination" not in caplog.text, "it is not captured for each"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpumux.capture.step import StepFunction
 from gpumux.errors import ConfigError
 from gpumux.integrations.huggingface import on_gpumux
 from tests.client.parity import Work, assert_same, check
@@ -146,3 +147,39 @@ def test_a_trainer_trains_a_second_time_and_its_optimizer_is_its_own_again(endpo
         return [losses, model.state_dict()]
 
     assert_same(twice(endpoint), twice(None), "twice")
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "inverse_sqrt"])
+def test_a_schedule_stepped_in_the_step_is_captured_by_its_phases(
+    name: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its formulas begin with float(current_step)."""
+    captures = []
+    capture = StepFunction._capture
+
+    def counted(*args: Any) -> Any:
+        captures.append(name)
+        return capture(*args)
+
+    monkeypatch.setattr(StepFunction, "_capture", counted)
+
+    def make() -> Work:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = transformers.get_scheduler(name, optimizer, 3, 20)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            return [(run(torch.full((2, 3), i / 8)), schedule.get_last_lr()) for i in range(24)]
+
+        return Work([model], [optimizer], [(step, (torch.ones(2, 3),))], loop)
+
+    check(make, endpoint)
+    assert len(captures) <= 7  # with numbers as constants; then in the warm-up, after it, and after the last step

@@ -716,6 +716,17 @@ def test_all_that_can_not_be_had_is_named_at_once(endpoint: str) -> None:
     assert "shape (6,)" in caught.value.message
 
 
+def test_inputs_computed_from_tensors_that_require_grad_have_their_own_remedy(endpoint: str) -> None:
+    """As in physics-informed networks: torch.tensor(array, requires_grad=True).float()."""
+    x, t = (torch.ones(6, requires_grad=True, dtype=torch.float64).float() for _ in range(2))
+
+    with pytest.raises(errors.CaptureError, match="x was computed outside the step") as caught:
+        client.submit(lambda y: y * x * t, example=(X,), endpoint=endpoint)
+    assert "t was computed outside the step" in caught.value.message
+    assert caught.value.remedy.count("x.detach().requires_grad_()") == 1
+    assert "pass it as an argument" not in caught.value.remedy
+
+
 def test_a_sparse_tensor_is_named(endpoint: str) -> None:
     table = torch.eye(6).to_sparse()
     with pytest.raises(errors.UnknownTensor, match="`table`"):

@@ -56,6 +56,39 @@ def test_values_written_under_their_mask_train_as_in_the_plain_loop(endpoint: st
     assert torch.equal(local.weight, model.weight)
 
 
+def test_numbers_are_added_and_multiplied_under_a_mask(endpoint: str) -> None:
+    """As in distributional DQN: lower[(upper > 0) * (lower == upper)] -= 1, where the next line reads it."""
+
+    def step(x: Tensor) -> Any:
+        lower, upper = x.floor().long(), x.ceil().long()
+        lower[(upper > 0) * (lower == upper)] -= 1
+        upper[(lower < 3) * (lower == upper)] += 1
+        scaled = x.clone().requires_grad_()
+        y = scaled * 1
+        y[y > 0.5] *= 0.3
+        y[y < -0.5] /= 3
+        y[y.sum(1) > 0] += 0.7
+        y.exp().sum().backward()
+        return lower, upper, y, scaled.grad
+
+    x = torch.cat([X[:4], X[:4].round()])
+    with client.submit(step, example=(x,), endpoint=endpoint) as job:
+        for batch in (x, 2 * x):
+            got = job.step(batch).result()
+            assert all(torch.equal(one, other) for one, other in zip(got, step(batch), strict=True))
+
+
+def a_number_of_another_type(h: Tensor) -> Tensor:
+    g = h.long()
+    g[g > 0] *= 0.5
+    return g
+
+
+def a_tensor_added(h: Tensor) -> Tensor:
+    h[h > 0] += h[h > 0]
+    return h
+
+
 def by_another_mask(h: Tensor) -> Tensor:
     g = h * 1
     g[g > 0] = h[h > 0]  # as many values only if both masks are equal
@@ -80,7 +113,8 @@ def of_another_type(h: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "use",
     [
-        by_another_mask, after_a_write, of_another_type, lambda h: h[h > 0], lambda h: h[h > 0].mean(),
+        by_another_mask, after_a_write, of_another_type, a_number_of_another_type, a_tensor_added,
+        lambda h: h[h > 0], lambda h: h[h > 0].mean(),
         lambda h: h.sum() * h[h > 0].shape[0], lambda h: h.sum() * len(h[h > 0]),
         lambda h: torch.cat([h[0], h[h > 0]]).sum(),
     ],

@@ -95,10 +95,22 @@ _COMPUTES = (
     "complex", "index", "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv",
     "itruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "matmul", "rmatmul", "neg", "pos", "abs",
     "invert", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rshift", "eq", "ne", "lt", "le", "gt", "ge",
-    "str", "repr", "format", "divmod", "copy", "deepcopy", "reduce_ex", "dlpack",
+    "str", "repr", "format", "divmod", "copy", "deepcopy", "reduce_ex",
 )  # fmt: skip
 for _name in _COMPUTES:
     setattr(BatchArray, f"__{_name}__", _refused(f"__{_name}__"))
+
+
+def _not_by_this_class(self: BatchArray, *_: Any, **__: Any) -> Any:
+    raise DataDependent(
+        f"{user_line()} gives a numpy array of the batch to a function that reads its values, as torch.FloatTensor and"
+        " torch.LongTensor do",
+        "torch.as_tensor(array, dtype=torch.float32), or torch.long, makes the same tensor; or give the step tensors",
+    )
+
+
+for _name in ("dlpack", "dlpack_device"):
+    setattr(BatchArray, f"__{_name}__", _not_by_this_class)
 
 
 @contextmanager

@@ -128,8 +128,11 @@ class Met:
         if not self._refused:
             return None
         found = list(self._refused.values())
-        if len(found) == 1 and found[0][1] is not None:
-            return found[0][1]
+        known = [error for _, error, _ in found if error is not None]
+        if len(known) == len(found):
+            said = [error.message for error in known]
+            more = f"; and {len(said) - 8} more" if len(said) > 8 else ""
+            return CaptureError("; ".join(said[:8]) + more, "; ".join(dict.fromkeys(error.remedy for error in known)))
         said = [
             f"{line} uses {source.name_of(t, self._fn)}" if error is None else error.message for t, error, line in found
         ]

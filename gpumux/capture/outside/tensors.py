@@ -253,7 +253,8 @@ class Outside:
         if tensor.requires_grad and not tensor.is_leaf:
             raise CaptureError(
                 f"{name} was computed outside the step from tensors that require grad",
-                "detach() it, or compute it inside the step",
+                "detach() it (x = x.detach().requires_grad_() where the step takes gradients by it), or compute it"
+                " inside the step",
             )
         self._table.add_outside(name, tensor)
 

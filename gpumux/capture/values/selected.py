@@ -1,13 +1,14 @@
-"""`x[mask] = y[mask]`, with one mask of bools.
+"""`x[mask] = y[mask]` and `x[mask] += 1`, with one mask of bools.
 
 How many values `y[mask]` has depends on the data, so no operator of a trace can make it. Written into `x[mask]` it is
 `torch.where(mask, y, x)`, whose shape is known. So a tensor under a mask is a placeholder in a trace: written so it is
-that, and whatever else is done with it raises the error that the index itself would have raised.
+that, a number that is added to it or multiplied with it in place is so with all of `y`, which gives each value the same
+bits, and whatever else is done with it raises the error that the index itself would have raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +41,9 @@ class Selected(torch.Tensor):
                 shape = (*mask.shape, *(1,) * (target.dim() - mask.dim()))
                 target.copy_(torch.where(mask.view(shape), value._source, target))
                 return None
+        alone = func in _WITH_A_NUMBER and len(args) == 2 and not kwargs
+        if alone and type(args[0]) is cls and args[0]._takes(func, args[1]):
+            return args[0]
         raise next(leaf for leaf in _leaves((args, kwargs)) if type(leaf) is cls)._error
 
     @classmethod
@@ -47,6 +51,17 @@ class Selected(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise next(leaf for leaf in _leaves((args, kwargs)) if type(leaf) is cls)._error
+
+    def _takes(self, func: Any, number: Any) -> bool:
+        """Whether this number was added to the values or multiplied with them, in place."""
+        source = self._source
+        if (source._version, self._mask._version) != self._versions or isinstance(number, torch.Tensor):
+            return False
+        result = _WITH_A_NUMBER[func](source, number)
+        if result.dtype != source.dtype:
+            return False
+        self._source, self._versions = result, (result._version, self._mask._version)
+        return True
 
     def _fits(self, target: torch.Tensor, mask: Any) -> bool:
         """Whether `target[mask]` takes these values one for one, and both are as they were."""
@@ -58,6 +73,10 @@ class Selected(torch.Tensor):
 
 
 _GET, _SET = torch.Tensor.__getitem__, torch.Tensor.__setitem__
+_WITH_A_NUMBER: dict[Any, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    torch.Tensor.add_: torch.add, torch.Tensor.sub_: torch.sub, torch.Tensor.mul_: torch.mul,
+    torch.Tensor.div_: torch.div,
+}  # fmt: skip
 
 
 def _leaves(value: Any) -> Iterator[Any]:

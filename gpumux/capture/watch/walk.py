@@ -17,7 +17,7 @@ import sysconfig
 import threading
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache, partial, partialmethod
 from typing import Any, NamedTuple
 
@@ -415,7 +415,10 @@ class Walk:
         whole = dataclasses.is_dataclass(cls) and not self._names.isdisjoint(_ALL_FIELDS)
         if space is not None:
             self.spaces.append(Entries(lambda key: f"{label}.{key}", space, own=True))
-            if _unwalked(cls, _PLAIN_BASES) or whole:
+            if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+                replaced = self._lists_of_numbers(label, space)
+                self._entries(label, space, [k for k in space if k not in replaced])
+            elif _unwalked(cls, _PLAIN_BASES) or whole:
                 self._entries(label, space, list(space))
             else:  # the names that a package's wrapper of a schedule uses are known once it has run: too late
                 steps = [k for k, v in space.items() if isinstance(v, torch.optim.lr_scheduler.LRScheduler)]
@@ -465,16 +468,24 @@ class Walk:
         keys = [k for k, v in space.items() if k not in skip and (v is None or isinstance(v, kinds))]
         if keys:
             self.watches.append(watches.entries(label, space, keys))
+        replaced = self._lists_of_numbers(label, space) if lists else ()
         for key, item in list(space.items()):
-            if lists and type(item) is list and item and all(type(x) in (int, float) for x in item):
-                self.watches.append(watches.listed(label, space, key))
-                self.listed.append((space, key))
-            elif (
+            if key in replaced:
+                continue
+            if (
                 (key not in skip and isinstance(item, (list, dict)) and len(item) <= 64)
                 or (type(item) is tuple and any(type(x) not in PLAIN for x in item))
                 or type(item).__name__.endswith("Config")
             ):
                 self._visit(f"{label}.{key}", item)
+
+    def _lists_of_numbers(self, label: str, space: dict[Any, Any]) -> Container[str]:
+        """Watch the attributes that hold lists of numbers, which methods replace by new lists. Returns their names."""
+        found = [k for k, v in space.items() if type(v) is list and v and all(type(x) in (int, float) for x in v)]
+        for key in found:
+            self.watches.append(watches.listed(label, space, key))
+            self.listed.append((space, key))
+        return found
 
     # ---- torch -------------------------------------------------------------------------------------
 

@@ -847,6 +847,66 @@ def test_m2_an_alias_in_the_place_of_a_reference_that_no_object_has(hidden: str,
     same(script, endpoint)
 
 
+def test_m2_an_alias_beside_a_nested_tensor_over_the_same_memory(endpoint: str) -> None:
+    """The nested tensor and the one inside of it are two objects with one reference to the memory."""
+
+    def script(s: Script) -> Any:
+        out: list[Any] = s.train(1)
+        nested = torch.nested.nested_tensor_from_jagged(s.model[0].weight.data.view(-1), torch.tensor([0, 6, 48]))
+        out += s.train(1, 1)
+        out.append(nested.values().clone())
+        alias = s.model[0].weight.data
+        out += s.train(1, 2)
+        out.append(alias.clone())
+        return out
+
+    same(script, endpoint)
+
+
+def test_m2_new_aliases_are_found_without_a_search_of_all_objects(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a target network follows by state dictionaries: target.load_state_dict(...)."""
+    searched: list[Any] = []
+    get_objects = gc.get_objects
+
+    def counted(generation: int | None = None) -> Any:
+        searched.append(generation)
+        return get_objects(generation)
+
+    def script(s: Script) -> Any:
+        out = s.train(1)
+        state = s.model.state_dict()
+        out += s.train(1, 1)
+        searched.clear()
+        for i in range(2, 5):
+            state = {name: tensor.data for name, tensor in s.model.state_dict().items()}
+            out += s.train(1, i)
+        return [*out, [tensor.sum() for tensor in state.values()]]
+
+    monkeypatch.setattr(gc, "get_objects", counted)
+    same(script, endpoint)
+    assert 0 in searched
+    assert None not in searched
+
+
+def test_m2_a_graph_that_is_kept_from_step_to_step_is_worth_a_warning(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(s: Script) -> Any:
+        out = []
+        for i in range(12):
+            out += s.train(1, i % 4)
+            s.model.eval()
+            kept = s.model(X).sum()
+            s.model.train()
+            out.append(kept.item())
+        return out
+
+    same(script, endpoint)
+    assert caplog.text.count("under torch.no_grad()") == 1
+
+
 def test_m2_the_class_of_a_parameter_that_is_behind(endpoint: str) -> None:
     def script(s: Script) -> Any:
         s.train(1)
