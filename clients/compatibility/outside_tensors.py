@@ -309,6 +309,40 @@ def lazy_positions(train: Train) -> Any:
     return [run(x) for x in batches], model
 
 
+class _LazyRotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rope: tuple[Tensor, Tensor] | None = None
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rope is None:
+            rate = torch.exp(torch.arange(0, 8, 2) * (-math.log(10000.0) / 8)).repeat(2)
+            angles = torch.arange(x.size(1)).unsqueeze(1) * rate
+            self.rope = (angles.cos(), angles.sin())
+        cos, sin = self.rope
+        first, second = x.chunk(2, -1)
+        out: Tensor = self.head(x * cos + torch.cat((-second, first), -1) * sin)
+        return out
+
+
+@idiom("cosines and sines cached lazily in a tuple: if self.rope is None: self.rope = (cos, sin) (lit-gpt)")
+def lazy_rotary(train: Train) -> Any:
+    model = _LazyRotary()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = [torch.randn(3, 6, 8) for _ in range(BATCHES)]
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(x) for x in batches], model
+
+
 class _LazyMask(nn.Module):
     def __init__(self) -> None:
         super().__init__()

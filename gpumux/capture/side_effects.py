@@ -102,6 +102,37 @@ class TupleEntry:
         self.owner[self.key] = (*held[:key], value, *held[key + 1 :])
 
 
+class FilledTuple(TupleEntry):
+    """A tuple that a step puts where there was none, whose tensors are put there one by one."""
+
+    def __init__(self, place: _Place) -> None:
+        super().__init__(place.space, place.key)
+        self._place = place
+        self._items = [None if isinstance(item, torch.Tensor) else item for item in place.value]
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        self._items[key] = value
+        self._place.with_value(tuple(self._items))()
+
+    def pop(self, key: int, default: Any) -> None:
+        """Put back what was there before the step."""
+        self._place.with_value(self._place.old)()
+
+
+def _constant_tensors(place: _Place) -> list[_Place]:
+    """The place, if the step left a tensor there; those in a tuple of tensors and constants, if it left such a one
+    where there was none."""
+    value = place.value
+    if type(value) is not tuple or type(place.old) is tuple or len(value) > MOST_ITEMS:
+        return [place]
+    tensors = [(i, item) for i, item in enumerate(value) if isinstance(item, FakeTensor)]
+    memory = {item.untyped_storage()._cdata for _, item in tensors if not item.requires_grad}
+    if len(memory) < len(tensors) or not all(isinstance(item, FakeTensor) or _constant(item) for item in value):
+        return []
+    filled = FilledTuple(place)
+    return [_Place(f"{place.name}[{i}]", filled, i, item, _MISSING, _put_back) for i, item in tensors]
+
+
 def _parts(place: _Place) -> Iterator[_Place]:
     """The places of the tensors that a step replaces by others there: the place itself, or the items of a tuple."""
     value, old = place.value, place.old
@@ -407,7 +438,13 @@ class SideEffects:
     def constants(self, value: Callable[[FakeTensor], torch.Tensor | None]) -> list[LeftConstant]:
         """The tensors that the trace left and whose value is known. What was in their places before is restored, so
         that the next trace makes them as well."""
-        found = [LeftConstant(places, known, new) for new, places in self._whole() if (known := value(new)) is not None]
+        whole = [(new, places, value(new)) for new, places in self._whole()]
+        tuples = {id(p.space) for _, places, known in whole if known is None for p in places}  # can't be filled
+        found = [
+            LeftConstant(places, known, new)
+            for new, places, known in whole
+            if known is not None and tuples.isdisjoint(id(p.space) for p in places if isinstance(p.space, FilledTuple))
+        ]
         for one in found:
             one.restore()
             for place in one.places:
@@ -453,7 +490,7 @@ class SideEffects:
                 if isinstance(leaf, FakeTensor):
                     holders.setdefault(leaf.untyped_storage()._cdata, set()).add(id(holder))
         found: dict[int, tuple[FakeTensor, list[_Place]]] = {}
-        for place in places:
+        for place in chain.from_iterable(map(_constant_tensors, places)):
             new = place.value
             if not isinstance(new, FakeTensor) or new.requires_grad:
                 continue

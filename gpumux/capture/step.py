@@ -152,6 +152,15 @@ _FEW = 12  # of so many numbers the one that can be no symbol is searched
 MAX_TRACES = 32  # traces of one call until nothing new is found
 MAX_VARIANTS = 32  # of a function, if no limit is given
 MANY_VARIANTS = 5  # so many are worth a warning
+_OF_SHAPES = "Pad batches to fewer shapes"
+_OF_NUMBERS = (
+    "Pass what a number looks up and not the number (step(x, rates[i]) for step(x, i)), and step schedulers in the"
+    " loop, after the step"
+)
+_OF_VARIABLES = (
+    "Keep objects and set their attributes, pass what changes as a tensor, or what a number looks up and not the number"
+    " (step(x, rates[i]) for step(x, i)), and step schedulers in the loop, after the step"
+)
 
 
 @dataclass(slots=True)
@@ -592,6 +601,7 @@ class StepFunction:
         if self._cases:
             self._make_room(key, numbers)
         self._refuse_state_as_batch(tensors)
+        fingerprint.watch_also([])  # what another case watches besides
         fingerprint.remember()
         self._table.recordings.add(fingerprint)
         case = Case(key, fingerprint, HyperReader(self._table.optimizers), numbers)
@@ -603,6 +613,8 @@ class StepFunction:
     def _follow(self, case: Case, fingerprint: Fingerprint, rebuilt: Rebuilt) -> None:
         """Have the case's traces for the containers that took the place of those they were made with."""
         fingerprint.take_place_of(case.fingerprint, rebuilt)
+        if self._tracer.outside is not None:
+            self._tracer.outside.note_views(fingerprint, case.fingerprint)
         self._table.recordings.discard(case.fingerprint)
         self._table.recordings.add(fingerprint)
         case.fingerprint = fingerprint
@@ -641,19 +653,16 @@ class StepFunction:
                 " argument, torch.tensor(value), instead of a Python number or a closure's; raise max_variants=, or"
                 " leave it away, if the variety is meant",
             )
-        self._warn_of_many(count + 1, difference)
+        self._warn_of_many(count + 1, difference, _OF_SHAPES if self._cases[0].key != key else _OF_VARIABLES)
         if count >= MAX_VARIANTS and self._max_variants is None:
             del self._cases[MAX_VARIANTS - 1 :]
 
-    def _warn_of_many(self, count: int, difference: str) -> None:
+    def _warn_of_many(self, count: int, difference: str, remedy: str) -> None:
         if count >= MANY_VARIANTS and not self._warned:
             self._warned = True
             log.warning(
                 "%s is captured for the %dth combination of batch shapes and Python values (%s): each takes the time of"
-                " a capture, and memory in the daemon. Pad batches to fewer shapes, pass what a number looks up and not"
-                " the number (step(x, rates[i]) for step(x, i)), keep objects and set their attributes, or pass what"
-                " changes as a tensor.",
-                self.name, count, difference,
+                " a capture, and memory in the daemon. %s.", self.name, count, difference, remedy,
             )  # fmt: skip
 
     def _refuse_state_as_batch(self, tensors: list[torch.Tensor]) -> None:
@@ -700,7 +709,8 @@ class StepFunction:
             variants = [one for one in phases if one.of_numbers]
             if len(variants) > 1:
                 places = sorted({guard.where for guard in phase.raw.guards})
-                self._warn_of_many(len(variants), f"Python decides by a number at {', '.join(places[:3])}")
+                where = f"Python decides by a number at {', '.join(places[:3])}"
+                self._warn_of_many(len(variants), where, _OF_NUMBERS)
             for least in variants[MAX_VARIANTS:]:
                 phases.remove(least)
             if new is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,3 +339,68 @@ def test_a_constant_is_made_anew_for_another_length(endpoint: str) -> None:
         return Work([model], [], [(step, DATA[0])], loop)
 
     check(make, endpoint)
+
+
+@pytest.mark.parametrize("where", ["an attribute", "a dictionary", "a closure"])
+def test_constants_in_a_tuple_made_at_the_first_use(where: str, endpoint: str) -> None:
+    """As lit-gpt keeps the cosines and sines of its rotary embeddings."""
+
+    def make() -> Work:
+        model, held, table, pair = nn.Linear(8, 4), SimpleNamespace(pair=None), {"pair": None}, None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def get() -> Any:
+            return {"an attribute": held.pair, "a dictionary": table["pair"], "a closure": pair}[where]
+
+        def put(value: Any) -> None:
+            nonlocal pair
+            if where == "an attribute":
+                held.pair = value
+            elif where == "a dictionary":
+                table["pair"] = value
+            else:
+                pair = value
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            if get() is None:
+                angles = torch.arange(4).float()
+                put((angles.cos(), 2, angles.sin()))
+            cos, times, sin = get()
+            out = model(x)
+            loss = nn.functional.cross_entropy(out * cos + times * out.flip(1) * sin, y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            found: list[Any] = []
+            for i in range(7):
+                found += [run(*DATA[i % 3]), [t.clone() for t in get()[::2]], get()[1]]
+                if i == 2:
+                    put(None)
+                if i == 4:
+                    get()[0].mul_(0.5)
+                if i == 5:
+                    put((get()[2], 3, get()[0]))
+            return found
+
+        return Work([model], [optimizer], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+@pytest.mark.parametrize("second", [lambda first, x: first[:2], lambda first, x: x.mean()], ids=["a view", "data"])
+def test_a_tuple_that_can_not_be_filled_as_a_whole(second: Callable[[Tensor, Tensor], Tensor], endpoint: str) -> None:
+    model, held = nn.Linear(8, 4), SimpleNamespace(pair=None)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        if held.pair is None:
+            first = torch.arange(4).float()
+            held.pair = (first, second(first, x))
+        found: Tensor = model(x) * held.pair[0] + held.pair[1].sum()
+        return found
+
+    with pytest.raises((errors.UnknownTensor, errors.NotRepeatable)):
+        client.submit(step, example=DATA[0], model=model, endpoint=endpoint)
+    assert held.pair is None

@@ -295,6 +295,12 @@ class Outside:
                         self._shared.add(found[0])
             self._take_holders()
 
+    def note_views(self, fingerprint: Fingerprint, before: Fingerprint) -> None:
+        """A fingerprint took the place of another one: it has its views."""
+        views = self.views.pop(before, None)
+        if views is not None:
+            self.views[fingerprint] = views
+
     def _note_views(self, fingerprint: Fingerprint) -> None:
         """Note where in the job's memory the other tensors lie that variables hold. Their values follow, and which
         memory they are over must stay."""
