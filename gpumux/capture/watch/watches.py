@@ -196,8 +196,10 @@ def dictionaries_of(objects: Sequence[tuple[str, Any]]) -> Watch | None:
     def present() -> Iterator[int]:
         return map(id, map(object.__getattribute__, values, repeat("__dict__")))
 
-    name = "the dictionary of {}'s attributes"
-    return Watch("dictionaries", present, lambda i: name.format(found[i][0]), restore, content=True) if found else None
+    def name(i: int) -> str:
+        return f"the dictionary of {found[i][0]}'s attributes"
+
+    return Watch("dictionaries", present, name, restore, content=True, addresses=True) if found else None
 
 
 def _dictionary_of(value: Any) -> dict[str, Any] | None:
