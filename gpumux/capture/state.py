@@ -200,6 +200,7 @@ class Watch:
         that show the present content. None: `present` itself gives the same objects while nothing changes.
     content: `present` makes its values anew each time; they are compared by equality.
     sized: something of which only the length is compared, as long as it is the same, instead of calling `present`.
+    addresses: `present` gives ids of objects, which are others for an equal step.
     buffers: a module's own buffers, where a tensor that a step replaces is meant to stand.
     put: sets the value at a position of the reading; None where the reading shows no variables. `home`: the object
         that holds them; `at`: the positions that are variables.
@@ -213,6 +214,7 @@ class Watch:
     parts: tuple[Iterable[Any], ...] | None = None
     content: bool = False
     sized: Any = None
+    addresses: bool = False
     buffers: bool = False
     put: Callable[[int, Any], None] | None = None
     home: Any = None

@@ -263,6 +263,14 @@ def test_a_variable_that_holds_the_other_one_of_two_equal_lists(endpoint: str) -
     check(make, endpoint)
 
 
+class Held:
+    pass
+
+
+class Net(torch.nn.Sequential):
+    pass
+
+
 def counts_in_a_list(held: Any) -> None:
     held.it[0] += 1
 
@@ -368,6 +376,68 @@ def test_what_the_script_puts_into_a_list_that_the_step_does_not_read_any_more(e
             before[0] = torch.full((), 9.0)
             out.append(run(*DATA[2]))
             return [*out, before[0].clone(), totals[0].clone()]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+def test_the_dictionary_of_a_functions_defaults_is_another(endpoint: str) -> None:
+    def make() -> Work:
+        model = net()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def scaled(value: torch.Tensor, *, by: float = 1.0) -> torch.Tensor:
+            return value * by
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = scaled(F.cross_entropy(model(x), y))
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            out = [run(*DATA[0])]
+            scaled.__kwdefaults__ = {"by": 1.0}
+            out.append(run(*DATA[1]))
+            scaled.__kwdefaults__["by"] = 0.25
+            out.append(run(*DATA[2]))
+            scaled.__kwdefaults__ = {"by": 2.0}
+            return [*out, run(*DATA[0])]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
+@pytest.mark.parametrize("of_model", [False, True], ids=["an object", "a model"])
+def test_the_dictionary_of_an_objects_attributes_is_another(of_model: bool, endpoint: str) -> None:
+    def make() -> Work:
+        model: Any = Net(net())
+        held: Any = model if of_model else Held()
+        held.scale, held.names, held.mask = 1.0, ["a"], torch.ones(4)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x) * held.mask, y) * held.scale * len(held.names)
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            out = [run(*DATA[0])]
+            held.__dict__ = dict(vars(held))
+            out.append(run(*DATA[1]))
+            held.scale = 0.25
+            out.append(run(*DATA[2]))
+            held.names = ["a", "b"]
+            out.append(run(*DATA[0]))
+            held.__dict__ = {**vars(held), "mask": torch.full((4,), 0.5)}
+            out.append(run(*DATA[1]))
+            held.mask.mul_(3.0)
+            return [*out, run(*DATA[2])]
 
         return Work([model], [opt], [(step, DATA[0])], loop)
 

@@ -117,7 +117,7 @@ class _Describer:
             self._say("watch", watch.label)
             # The numbers of an optimizer are numbers of each step (symbols.py), those in its defaults are never read.
             kinds = any(watch.home is space for space in defaults if space is not None)
-            for value in watch.read():
+            for value in watch.read() if not watch.addresses else ():
                 if kinds and type(value) in (int, float):
                     self._say("number")
                 elif kinds and type(value) is tuple and all(type(each) in (int, float) for each in value):  # betas

@@ -311,6 +311,9 @@ class Walk:
             self.watches.append(watches.codes(self._functions))
         if self._objects:
             self.watches.append(watches.types_of(self._objects))
+            dictionaries = watches.dictionaries_of(self._objects)
+            if dictionaries is not None:
+                self.watches.append(dictionaries)
 
     def _visit(self, label: str, value: Any) -> None:
         if type(value) in PLAIN or isinstance(value, torch.Tensor) or id(value) in self._seen:
@@ -594,7 +597,7 @@ class Walk:
             self._visit(name, found[0] if found else None)
         for default in fn.__defaults__ or ():
             self._visit(f"{label}'s default", default)
-        if fn.__kwdefaults__:
+        if fn.__kwdefaults__ is not None:
             self._dictionary(f"{label}'s defaults", fn.__kwdefaults__)
 
     def _code(self, code: types.CodeType, space: dict[str, Any]) -> None:

@@ -158,14 +158,14 @@ def listed(label: str, space: dict[str, Any], key: str) -> Watch:
 
 def codes(functions: Sequence[types.FunctionType]) -> Watch:
     """The code and the defaults of functions, which a notebook's autoreload replaces in place."""
-    get = attrgetter("__code__"), attrgetter("__defaults__")
+    get = attrgetter("__code__"), attrgetter("__defaults__"), attrgetter("__kwdefaults__")
 
     def name(i: int) -> str:
         return f"the code of {functions[i % len(functions)].__qualname__}"
 
     def restore(old: Reading) -> None:
         for i, fn in enumerate(functions):
-            fn.__code__, fn.__defaults__ = old[i], old[i + len(functions)]
+            fn.__code__, fn.__defaults__, fn.__kwdefaults__ = old[i :: len(functions)]
 
     return Watch("functions", partial(map, call, [partial(g, fn) for g in get for fn in functions]), name, restore)
 
@@ -180,6 +180,35 @@ def types_of(objects: Sequence[tuple[str, Any]]) -> Watch:
                 value.__class__ = cls
 
     return Watch("classes", partial(map, type, values), lambda i: f"the class of {objects[i][0]}", restore)
+
+
+def dictionaries_of(objects: Sequence[tuple[str, Any]]) -> Watch | None:
+    """Which dictionaries hold the attributes of objects: the script may give an object another one. None if no object
+    has one."""
+    found = [(label, value, space) for label, value in objects if (space := _dictionary_of(value)) is not None]
+    values = [value for _, value, _ in found]
+
+    def restore(old: Reading) -> None:
+        for _, value, space in found:  # their ids are in `old`
+            if _dictionary_of(value) is not space:
+                object.__setattr__(value, "__dict__", space)
+
+    def present() -> Iterator[int]:
+        return map(id, map(object.__getattribute__, values, repeat("__dict__")))
+
+    def name(i: int) -> str:
+        return f"the dictionary of {found[i][0]}'s attributes"
+
+    return Watch("dictionaries", present, name, restore, content=True, addresses=True) if found else None
+
+
+def _dictionary_of(value: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes, if its class does not compute it."""
+    try:
+        space = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return space if isinstance(space, dict) and object.__getattribute__(value, "__dict__") is space else None
 
 
 def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
