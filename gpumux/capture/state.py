@@ -200,7 +200,7 @@ class Watch:
         that show the present content. None: `present` itself gives the same objects while nothing changes.
     content: `present` makes its values anew each time; they are compared by equality.
     sized: something of which only the length is compared, as long as it is the same, instead of calling `present`.
-    addresses: `present` gives ids of objects, which are others for an equal step.
+    addresses: `present` tells which objects there are, by themselves or by their ids; an equal step has others.
     buffers: a module's own buffers, where a tensor that a step replaces is meant to stand.
     put: sets the value at a position of the reading; None where the reading shows no variables. `home`: the object
         that holds them; `at`: the positions that are variables.

@@ -444,6 +444,45 @@ def test_the_dictionary_of_an_objects_attributes_is_another(of_model: bool, endp
     check(make, endpoint)
 
 
+def without_hooks(model: Any) -> None:
+    model[0]._forward_hooks = collections.OrderedDict()
+
+
+def with_another_buffer(model: Any) -> None:
+    model._buffers = {"scale": torch.full((), 2.0)}
+
+
+def with_another_child(model: Any) -> None:
+    model._modules = {**model._modules, "1": torch.nn.Tanh()}
+
+
+@pytest.mark.parametrize("change", [without_hooks, with_another_buffer, with_another_child])
+def test_a_module_gets_another_dictionary(change: Callable[[Any], None], endpoint: str) -> None:
+    """As of hooks, by which scripts drop them all."""
+
+    def make() -> Work:
+        model: Any = net()
+        model.register_buffer("scale", torch.ones(()))
+        model[0].register_forward_hook(lambda module, inputs, output: output * 2)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y) * model.scale
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            out = [run(*DATA[0]), run(*DATA[1])]
+            change(model)
+            return [*out, run(*DATA[0]), run(*DATA[1])]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
 # ---- at random
 
 

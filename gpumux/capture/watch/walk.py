@@ -162,6 +162,7 @@ def of_module(module: types.ModuleType) -> Origin:
 _STRUCTURE = frozenset(torch.nn.Module().__dict__) - {"training"}
 OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
 _NONE: frozenset[str] = frozenset()
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What decides what a DistributedDataParallel computes. It notes from call to call how its reducer stands, too.
 _OF_PARALLEL = ("_comm_hooks", "mixed_precision")
@@ -307,6 +308,8 @@ class Walk:
         for space, names in list(self._globals.values()):
             if names:
                 self.watches.append(watches.entries("", space, list(names)))
+        if self.modules:
+            self.watches.append(watches.structures(self.modules, (*_OF_MODULES, *_HOOKS)))
         if self._functions:
             self.watches.append(watches.codes(self._functions))
         if self._objects:
@@ -511,7 +514,7 @@ class Walk:
             self.watches.append(watches.entries(label, space, ["training"], flag=True))
         else:  # a wrapper that returns another module's
             self.watches.append(watches.slots(label, module, ("training",)))
-        for kind in ("_parameters", "_buffers", "_modules"):
+        for kind in _OF_MODULES:
             if space[kind] or kind == "_modules":
                 self.watches.append(watches.values(f"{label}.{kind}", space[kind], buffers=kind == "_buffers"))
         for kind in _HOOKS:

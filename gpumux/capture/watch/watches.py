@@ -19,7 +19,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import filterfalse, repeat
+from itertools import chain, filterfalse, repeat
 from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
@@ -209,6 +209,21 @@ def _dictionary_of(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return space if isinstance(space, dict) and object.__getattribute__(value, "__dict__") is space else None
+
+
+def structures(found: Sequence[torch.nn.Module], kinds: Sequence[str]) -> Watch:
+    """Which dictionaries of these kinds modules have: `module._forward_hooks = OrderedDict()` drops all hooks."""
+    spaces = [vars(module) for module in found]
+    get = itemgetter(*kinds)
+
+    def name(i: int) -> str:
+        return f"{type(found[i // len(kinds)]).__name__}.{kinds[i % len(kinds)]}"
+
+    def restore(old: Reading) -> None:
+        for i, held in enumerate(old):
+            spaces[i // len(kinds)][kinds[i % len(kinds)]] = held
+
+    return Watch("structures", lambda: chain.from_iterable(map(get, spaces)), name, restore, addresses=True)
 
 
 def class_attributes(label: str, cls: type, keys: Sequence[str]) -> Watch:
