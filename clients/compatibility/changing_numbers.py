@@ -276,10 +276,12 @@ def learning_rate_in_the_step(train: Train) -> Any:
     return [run(x, y, number) for number, (x, y) in enumerate(batches)], model, optimizer
 
 
-@idiom("scheduler.step() inside the step")
-def scheduler_inside(train: Train) -> Any:
+def _stepped_inside(
+    train: Train, make: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+) -> tuple[Any, ...]:
+    """Losses of a loop whose step steps a scheduler, its last rates and epoch, and the model."""
     model, optimizer = _classifier()
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
+    scheduler = make(optimizer)
     batches = _batches(8)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -292,7 +294,12 @@ def scheduler_inside(train: Train) -> Any:
 
     run = train(step, batches[0], model=model, optimizer=optimizer)
     losses = [run(x, y) for x, y in batches]
-    return losses, scheduler.get_last_lr(), model
+    return losses, scheduler.get_last_lr(), scheduler.last_epoch, model
+
+
+@idiom("scheduler.step() inside the step")
+def scheduler_inside(train: Train) -> Any:
+    return _stepped_inside(train, lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8))
 
 
 @idiom(
@@ -327,21 +334,7 @@ class _Polynomial(torch.optim.lr_scheduler.LRScheduler):
 
 @idiom("a scheduler of one's own, class PolyLR(_LRScheduler) with get_lr, stepped inside the step")
 def own_scheduler_inside(train: Train) -> Any:
-    model, optimizer = _classifier()
-    scheduler = _Polynomial(optimizer, 20)
-    batches = _batches(8)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        return loss
-
-    run = train(step, batches[0], model=model, optimizer=optimizer)
-    losses = [run(x, y) for x, y in batches]
-    return losses, scheduler.get_last_lr(), scheduler.last_epoch, model
+    return _stepped_inside(train, lambda optimizer: _Polynomial(optimizer, 20))
 
 
 @idiom("scheduler.step() after each epoch (StepLR), by hand")

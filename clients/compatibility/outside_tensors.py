@@ -275,6 +275,22 @@ def stochastic_weight_averaging(train: Train) -> Any:
     return losses, model, swa
 
 
+def _autoencoder(train: Train, model: nn.Module) -> Any:
+    """Losses of a loop in which a model of sequences learns its input, and the model."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = [torch.randn(3, 6, 8) for _ in range(BATCHES)]
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(x) for x in batches], model
+
+
 class _LazyPositions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -294,19 +310,7 @@ class _LazyPositions(nn.Module):
 
 @idiom("a positional encoding cached lazily: if self.pe is None")
 def lazy_positions(train: Train) -> Any:
-    model = _LazyPositions()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    batches = [torch.randn(3, 6, 8) for _ in range(BATCHES)]
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), x)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    run = train(step, (batches[0],), model=model, optimizer=optimizer)
-    return [run(x) for x in batches], model
+    return _autoencoder(train, _LazyPositions())
 
 
 class _LazyRotary(nn.Module):
@@ -328,19 +332,7 @@ class _LazyRotary(nn.Module):
 
 @idiom("cosines and sines cached lazily in a tuple: if self.rope is None: self.rope = (cos, sin) (lit-gpt)")
 def lazy_rotary(train: Train) -> Any:
-    model = _LazyRotary()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    batches = [torch.randn(3, 6, 8) for _ in range(BATCHES)]
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), x)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    run = train(step, (batches[0],), model=model, optimizer=optimizer)
-    return [run(x) for x in batches], model
+    return _autoencoder(train, _LazyRotary())
 
 
 class _LazyMask(nn.Module):

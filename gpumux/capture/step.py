@@ -324,9 +324,8 @@ class Case:
             found = self.fingerprint.rebuilt(fingerprint)
         if found is None or not found.containers:
             return None
-        gone = found.containers.keys()
         for raw in [phase.raw for phase in self.phases]:
-            if not raw.homes.isdisjoint(gone) or any(not flag.flag for flag in raw.flags):
+            if not raw.homes.isdisjoint(found.containers) or any(not flag.flag for flag in raw.flags):
                 return None
         return found
 

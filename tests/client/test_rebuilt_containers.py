@@ -53,10 +53,17 @@ MADE: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
     "other numbers": (lambda i: {"a": [0.5 + 0.1 * i]}, lambda held: held["a"][0]),
     "a count": (lambda i: [i], lambda held: held[0] + 1),
 }
-HOLDERS = {
+
+
+def on_the_model(model: Any, made: Any) -> Any:
+    model.it = made
+    return model
+
+
+HOLDERS: dict[str, Callable[[Any, Any], Any]] = {
     "a closure": lambda model, made: None,
     "an attribute": lambda model, made: types.SimpleNamespace(it=made),
-    "an attribute of the model": lambda model, made: setattr(model, "it", made) or model,  # type: ignore[func-returns-value]
+    "an attribute of the model": on_the_model,
 }
 
 

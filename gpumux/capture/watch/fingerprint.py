@@ -70,13 +70,13 @@ class Rebuilt:
     """How what a step reads differs from an earlier reading, if it does by lists, dictionaries and sets that gave way
     to others of the same content, and by numbers.
 
-    containers: those of the earlier reading, by id.
+    containers: ids of those of the earlier reading.
     variables: those of numbers in them, and the ones that have their places now.
     lifted: present variables that are numbers of each step, as in `lift`.
     moved: present variables whose numbers are other ones.
     """
 
-    containers: Mapping[int, Any]
+    containers: frozenset[int]
     variables: Mapping[Any, Variable]
     lifted: Mapping[Variable, str]
     moved: Sequence[Variable]
@@ -127,9 +127,9 @@ class _Pairs:
         partner = self._new.setdefault(id(old), (old, new))[1]
         return partner is new and self._old.setdefault(id(new), old) is old
 
-    def replaced(self) -> dict[int, Any]:
-        """The old containers whose partner is another one, by id."""
-        return {i: old for i, (old, new) in self._new.items() if old is not new}
+    def replaced(self) -> frozenset[int]:
+        """Ids of the old containers that have another one as partner."""
+        return frozenset(i for i, (old, new) in self._new.items() if old is not new)
 
 
 class _Lifted:

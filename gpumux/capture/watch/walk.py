@@ -404,12 +404,7 @@ class Walk:
                 self._visit(f"{label}.{key}", space[key])
 
     def _object(self, label: str, value: Any) -> None:
-        cls = type(value)
-        try:
-            space = object.__getattribute__(value, "__dict__")  # avoids the class's `__getattr__`
-        except AttributeError:
-            space = None
-        space = space if isinstance(space, dict) else None
+        cls, space = type(value), watches.dictionary_of(value)
         if of_class(cls) is Origin.LIBRARY:
             self._foreign(label, value, space)
             return

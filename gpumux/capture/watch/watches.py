@@ -185,12 +185,14 @@ def types_of(objects: Sequence[tuple[str, Any]]) -> Watch:
 def dictionaries_of(objects: Sequence[tuple[str, Any]]) -> Watch | None:
     """Which dictionaries hold the attributes of objects: the script may give an object another one. None if no object
     has one."""
-    found = [(label, value, space) for label, value in objects if (space := _dictionary_of(value)) is not None]
+    spaces = [(label, value, dictionary_of(value)) for label, value in objects]
+    # Not where a class makes one at each reading.
+    found = [one for one in spaces if one[2] is not None and dictionary_of(one[1]) is one[2]]
     values = [value for _, value, _ in found]
 
     def restore(old: Reading) -> None:
         for _, value, space in found:  # their ids are in `old`
-            if _dictionary_of(value) is not space:
+            if dictionary_of(value) is not space:
                 object.__setattr__(value, "__dict__", space)
 
     def present() -> Iterator[int]:
@@ -202,13 +204,13 @@ def dictionaries_of(objects: Sequence[tuple[str, Any]]) -> Watch | None:
     return Watch("dictionaries", present, name, restore, content=True, addresses=True) if found else None
 
 
-def _dictionary_of(value: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes, if its class does not compute it."""
+def dictionary_of(value: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes. Avoids its class's `__getattr__`."""
     try:
         space = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
-    return space if isinstance(space, dict) and object.__getattribute__(value, "__dict__") is space else None
+    return space if isinstance(space, dict) else None
 
 
 def structures(found: Sequence[torch.nn.Module], kinds: Sequence[str]) -> Watch:

@@ -189,7 +189,7 @@ def test_attention_as_a_gpu_runs_it(dropout: float, endpoint: str) -> None:
         with made(endpoint, factory, [config], seeds=[SEEDS[b]], example=data[0]) as one:
             for batch, want in zip(data, losses, strict=True):
                 # In float32, and the loss is a small sum of large terms: 4e-5 on an AMD EPYC.
-                assert relative_difference(one.step(*batch).result()[0], want[b]) < 1e-3
+                assert relative_difference(one.step(*batch).result()[0], want[b]) < 1e-4
 
 
 @pytest.mark.extended
