@@ -20,7 +20,9 @@ GPU_PYTHON ?= python3
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The tests start hundreds of Python processes, each of which would compile all of gpumux again.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS)
+# Python compiles a module where it is first imported. pip would compile all that it installs, half of which no process
+# here imports, for more than a minute.
+PIP := $(VENV)/bin/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 RUN := $(VENV)/bin/python -m
 CORE := $(RUN) gpumux.compile_core
 SOURCES := gpumux clients microbench tests
