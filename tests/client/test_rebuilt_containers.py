@@ -1,5 +1,5 @@
-"""Lists, dictionaries and sets that the script makes anew, with the same content or with other numbers, are no other
-variant of the step. Those that the step writes into, or that hold tensors, are."""
+"""Lists, dictionaries and sets that the script makes anew, with the same content or with other numbers and tensors, are
+no other variant of the step. Those that the step writes into are."""
 
 from __future__ import annotations
 
@@ -105,6 +105,61 @@ def test_made_anew_before_each_step(kind: str, holder: str, traces: list[int], e
     captured = counts[-1]
     assert captured[0] > 0, "the traces were counted"
     assert captured[2:] == [captured[2]] * 5, "nothing is traced once a number was seen to change"
+
+
+def tensors(i: int, rows: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(i)
+    return torch.rand(rows, 1, generator=draw), torch.rand(4, generator=draw)
+
+
+# name -> (what the script makes of two tensors before each step, the tensors in it)
+OF_TENSORS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "list": (lambda a, b: [a, b], lambda held: held),
+    "dict": (lambda a, b: {"a": a, "b": b}, lambda held: (held["a"], held["b"])),
+    "ordered": (lambda a, b: collections.OrderedDict(a=a, b=b), lambda held: held.values()),
+    "nested": (lambda a, b: {"a": [a, {"b": {"c": b}}]}, lambda held: (held["a"][0], held["a"][1]["b"]["c"])),
+    "several": (lambda a, b: {"a": {"rows": a}, "b": [b]}, lambda held: (held["a"]["rows"], held["b"][0])),
+    "beside a number": (lambda a, b: {"a": a, "b": b, "c": [0.5]}, lambda held: (held["a"] * held["c"][0], held["b"])),
+}
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["of one shape", "a smaller last batch"])
+@pytest.mark.parametrize("kind", OF_TENSORS)
+@pytest.mark.every(5)
+def test_made_anew_with_other_tensors(kind: str, last: bool, traces: list[int], endpoint: str) -> None:
+    """As by `self.inputs = {...}` before each step, which captured it again each time."""
+    make_it, use = OF_TENSORS[kind]
+    counts: list[list[int]] = []
+
+    def make() -> Work:
+        model, held = net(), types.SimpleNamespace(it=make_it(*tensors(0)))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            rows, columns = use(held.it)
+            loss = F.cross_entropy(model(x) * rows * columns, y)
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            out, count = [], []
+            for i in range(9):
+                rows = 5 if last and i % 3 == 2 else 6
+                held.it = make_it(*tensors(i, rows))
+                out.append(run(*[t[:rows] for t in DATA[i % 3]]))
+                count.append(len(traces))
+            counts.append(count)
+            return out
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+    captured = counts[-1]
+    assert captured[0] > 0, "the traces were counted"
+    assert captured[2:] == [captured[2]] * 7, "nothing is traced again"
+    assert (captured[2] > captured[1]) == last
 
 
 def test_a_container_that_was_made_anew_is_watched(endpoint: str) -> None:
@@ -537,6 +592,90 @@ def _change(draw: random.Random, tree: dict[str, Any]) -> None:
         numbers = [k for k in (old if isinstance(old, dict) else range(len(old))) if isinstance(old[k], float)]
         if numbers:
             old[draw.choice(numbers)] += 0.5
+
+
+def _tensors_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(holder, key) of all tensors."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        if isinstance(value[key], torch.Tensor):
+            yield value, key
+        elif isinstance(value[key], (list, dict)):
+            yield from _tensors_in(value[key])
+
+
+def _with_others(value: Any, draw: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of a container and all within, with other tensors."""
+    if isinstance(value, dict):
+        return type(value)((key, _with_others(item, draw)) for key, item in value.items())
+    if isinstance(value, list):
+        return [_with_others(item, draw) for item in value]
+    return draw(value) if isinstance(value, torch.Tensor) else value
+
+
+def _change_tensors(draw: random.Random, held: Any, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Makes containers anew, with the same tensors or others, gives tensors other places, or writes them."""
+    holder, key = draw.choice(list(_paths(held.tree)))
+    one, other = draw.sample(list(_tensors_in(held.tree)), 2)
+    what = draw.randrange(9)
+    if what == 0:
+        holder[key] = copy.copy(holder[key])
+    elif what == 1:
+        holder[key] = _with_others(holder[key], made)
+    elif what == 2:
+        held.tree = _with_others(held.tree, made)
+    elif what == 3:
+        held.tree = copy.deepcopy(held.tree)
+    elif what == 4:
+        one[0][one[1]] = made(one[0][one[1]])
+    elif what == 5:
+        one[0][one[1]].mul_(1.5)
+    elif what == 6:
+        one[0][one[1]], other[0][other[1]] = other[0][other[1]], one[0][one[1]]
+    elif what == 7:
+        held.state = {"count": torch.full((), 3.0), "last": torch.full((), 0.5)}
+    else:
+        held.state = dict(held.state)
+
+
+@pytest.mark.every(11)
+@pytest.mark.parametrize("seed", range(24))
+def test_random_changes_of_containers_with_tensors(seed: int, endpoint: str) -> None:
+    """Of those that the step reads, and of one with tensors that it writes and replaces."""
+
+    def make() -> Work:
+        draw, model = random.Random(seed), net()
+        values = torch.Generator().manual_seed(seed)
+
+        def made(like: torch.Tensor) -> torch.Tensor:
+            return torch.rand(like.shape, generator=values)
+
+        one, four = torch.zeros(()), torch.zeros(4)
+        tree = {"a": [one, {"b": 0.5, "c": [four]}], "d": collections.OrderedDict(g={"h": four, "i": one}, n=one)}
+        held = types.SimpleNamespace(tree=_with_others(tree, made))
+        held.state = {"count": torch.zeros(()), "last": torch.zeros(())}
+        opt = torch.optim.SGD(model.parameters(), lr=0.001)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            factor = sum((i + 1) * holder[key].mean() for i, (holder, key) in enumerate(_tensors_in(held.tree)))
+            held.state["count"].add_(1.0)
+            loss = F.cross_entropy(model(x), y) * factor * held.state["count"] + held.state["last"]
+            held.state["last"] = loss.detach()
+            loss.backward()
+            opt.step()
+            return loss.detach()
+
+        def loop(run: Any) -> list[Any]:
+            out = []
+            for i in range(10):
+                out.append(run(*DATA[i % 3]))
+                for _ in range(draw.randrange(1, 3)):
+                    _change_tensors(draw, held, made)
+            return [*out, held.tree, {key: value.clone() for key, value in held.state.items()}]
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
 
 
 @pytest.mark.every(11)

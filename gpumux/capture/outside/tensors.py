@@ -9,6 +9,7 @@ the job, like a model's buffer.
 
 from __future__ import annotations
 
+import collections
 import re
 import threading
 import types
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from operator import attrgetter, getitem, is_
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -127,6 +128,33 @@ def _held(owner: Any, key: Any) -> Any:
         return owner[key]
     except (KeyError, IndexError, AttributeError, ValueError):
         return None
+
+
+_CONTAINERS = (list, dict, collections.OrderedDict)
+_Places: TypeAlias = "dict[tuple[int, Any], tuple[Any, Any]]"  # (owner, key) by identity
+
+
+def _fits(old: Any, new: Any) -> bool:
+    """Whether a container has the places of another one."""
+    if type(new) is not type(old) or len(new) != len(old):
+        return False
+    return isinstance(old, list) or list(old) == list(new)
+
+
+def _outer_first(found: dict[int, tuple[Any, _Places]]) -> list[tuple[Any, _Places]]:
+    """These containers, by id, each behind those that it lies in."""
+    ordered: dict[int, tuple[Any, _Places]] = {}
+
+    def put(container: int, inside: frozenset[int]) -> None:
+        for owner, _ in found[container][1].values():
+            if id(owner) in found and id(owner) not in ordered and id(owner) not in inside:
+                put(id(owner), inside | {container})
+        ordered[container] = found[container]
+
+    for container in found:
+        if container not in ordered:
+            put(container, frozenset())
+    return list(ordered.values())
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
@@ -242,6 +270,8 @@ class Outside:
         self._owners: tuple[list[Any], list[Any], list[torch.Tensor]] = ([], [], [])
         # (owner, key, tensor) of variables that held a tensor of another layout before, as a smaller last batch.
         self._earlier: list[tuple[Any, Any, torch.Tensor]] = []
+        # Containers that hold such tensors, the outer ones first, each with the variables that hold it: (owner, key).
+        self._containers: list[tuple[Any, _Places]] = []
         self._has: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         _all.add(self)
 
@@ -294,6 +324,26 @@ class Outside:
                     if found is not None:
                         self._shared.add(found[0])
             self._take_holders()
+            self._note_containers(fingerprint)
+
+    def _note_containers(self, fingerprint: Fingerprint) -> None:
+        """Note which variables hold the lists and dictionaries in which these tensors lie: the script may make them
+        anew, with other tensors (`self.inputs = {...}` before each step)."""
+        variables = [
+            (owner, key, held)
+            for _, owner, key in _variables(fingerprint)
+            if type(held := _held(owner, key)) in _CONTAINERS
+        ]
+        found = {id(container): (container, dict(places)) for container, places in self._containers}
+        wanted = {id(owner) for owner, _, _ in self._table.holders_outside.values()}
+        seen: set[int] = set()
+        while wanted:
+            seen |= wanted
+            more = [one for one in variables if id(one[2]) in wanted]
+            for owner, key, held in more:
+                found.setdefault(id(held), (held, {}))[1][_identity(owner, key)] = owner, key
+            wanted = {id(owner) for owner, _, _ in more} - seen
+        self._containers = _outer_first(found)
 
     def note_views(self, fingerprint: Fingerprint, before: Fingerprint) -> None:
         """A fingerprint took the place of another one: it has its views."""
@@ -425,6 +475,7 @@ class Outside:
     def follow(self) -> None:
         """Find what the script changed since the last step, and enter it into `changed`. Raises CaptureError."""
         with without_fetching():
+            self._follow_containers()
             owners, keys, objects = self._owners
             try:
                 same = all(map(is_, map(getitem, owners, keys), objects))
@@ -439,6 +490,32 @@ class Outside:
             if not same:
                 self._bound_anew()
             self._follow_views()
+
+    def _follow_containers(self) -> None:
+        """Look for tensors in the containers that took the place of those in which they were."""
+        new: dict[int, tuple[Any, Any]] = {}  # by the old one's id, both
+        gone: dict[int, Any] = {}  # those that are held no longer
+        present: list[tuple[Any, _Places]] = []
+        for old, before in self._containers:
+            places = [(new[id(o)][1] if id(o) in new else o, key) for o, key in before.values() if id(o) not in gone]
+            held = [_held(owner, key) for owner, key in places]
+            if all(one is not old for one in held):
+                if not held or any(one is not held[0] for one in held) or not _fits(old, held[0]):
+                    gone[id(old)] = old
+                    continue
+                new[id(old)] = old, held[0]
+            container = new.get(id(old), (old, old))[1]
+            present.append((container, {_identity(owner, key): (owner, key) for owner, key in places}))
+        self._containers = present
+        if not new:
+            return
+        table = self._table
+        for at, (owner, key, tensor) in list(table.holders_outside.items()):
+            if id(owner) in new:
+                del table.holders_outside[at]
+                table.holders_outside[_identity(new[id(owner)][1], key)] = (new[id(owner)][1], key, tensor)
+        self._earlier = [(new.get(id(owner), (owner, owner))[1], key, tensor) for owner, key, tensor in self._earlier]
+        self._take_holders()
 
     def _follow_views(self) -> None:
         """Raises CaptureError where a variable's view is over other memory than at capture."""

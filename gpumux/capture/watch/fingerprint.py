@@ -366,8 +366,8 @@ class Fingerprint:
 
     def rebuilt(self, new: Fingerprint) -> Rebuilt | None:
         """How the present values, of which `new` was just made, differ from those of `remember`. None if they differ by
-        more than what Rebuilt describes, if a container with a tensor gave way (variables that hold tensors are
-        followed, outside/tensors.py), or if the step may ask which object it is."""
+        more than what Rebuilt describes, or if the step may ask which object it is. Tensors in containers are followed
+        before (outside/tensors.py)."""
         new.watch_also(self._more)
         if len(new.watches) != len(self.watches) or "id" in self.names:
             return None
@@ -396,8 +396,7 @@ class Fingerprint:
                 elif not equal(a, b, self._identity):
                     moved.append(variable)
         gone = pairs.replaced()
-        content = {id(w.home): reading for w, reading in zip(self.watches, self._remembered, strict=True)}
-        if any(i not in content or next(_all_tensors(content[i]), None) is not None for i in gone):
+        if not gone.issubset({id(w.home) for w in self.watches}):
             return None
         return Rebuilt(gone, variables, lifted, moved)
 
