@@ -707,6 +707,31 @@ def graph_object(train: Train) -> Any:
     return [run(graph).item() for graph in graphs], model
 
 
+@idiom("a batch put into a dictionary of the trainer before each step: self.inputs = {name: t.to(device), ...}")
+def inputs_in_a_dictionary(train: Train) -> Any:
+    model, optimizer = _classifier()
+    trainer = SimpleNamespace(inputs={})
+
+    def set_inputs(data: dict[str, Any]) -> None:
+        trainer.inputs = {name: value.to("cpu") for name, value in data.items() if torch.is_tensor(value)}
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(trainer.inputs["image"]), trainer.inputs["label"])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    batches = list(_named_images())
+    set_inputs(batches[0])
+    run = train(step, (), model=model, optimizer=optimizer)
+    found = []
+    for data in batches:
+        set_inputs(data)
+        found.append(run().item())
+    return found, model
+
+
 class _WithInput:
     """As in pix2pix: an object that takes the batch apart, and computes with what it holds."""
 

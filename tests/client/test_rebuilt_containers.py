@@ -162,6 +162,35 @@ def test_made_anew_with_other_tensors(kind: str, last: bool, traces: list[int], 
     assert (captured[2] > captured[1]) == last
 
 
+def test_a_dictionary_with_a_tensor_that_comes_and_goes(endpoint: str) -> None:
+    """And that two variables share at times, of which one gets another one."""
+
+    def make() -> Work:
+        model, held = net(), types.SimpleNamespace(it={"a": tensors(0)[0]})
+        held.same: Any = held.it
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            opt.zero_grad()
+            out = model(x) if held.it is None else model(x) * held.it["a"]
+            loss = F.cross_entropy(out + held.same["a"], y)
+            loss.backward()
+            opt.step()
+            return loss
+
+        def loop(run: Any) -> list[Any]:
+            out = []
+            for i in range(8):
+                out.append(run(*DATA[i % 3]))
+                made = {"a": tensors(i + 1)[0]}
+                held.it, held.same = [(made, made), (None, made), (held.it, made), (made, held.same)][i % 4]
+            return out
+
+        return Work([model], [opt], [(step, DATA[0])], loop)
+
+    check(make, endpoint)
+
+
 def test_a_container_that_was_made_anew_is_watched(endpoint: str) -> None:
     def make() -> Work:
         model, held = net(), types.SimpleNamespace(weights=[1.0, 0.5], names={"a": [1, 2]})

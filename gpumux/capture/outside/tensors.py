@@ -134,13 +134,6 @@ _CONTAINERS = (list, dict, collections.OrderedDict)
 _Places: TypeAlias = "dict[tuple[int, Any], tuple[Any, Any]]"  # (owner, key) by identity
 
 
-def _fits(old: Any, new: Any) -> bool:
-    """Whether a container has the places of another one."""
-    if type(new) is not type(old) or len(new) != len(old):
-        return False
-    return isinstance(old, list) or list(old) == list(new)
-
-
 def _outer_first(found: dict[int, tuple[Any, _Places]]) -> list[tuple[Any, _Places]]:
     """These containers, by id, each behind those that it lies in."""
     ordered: dict[int, tuple[Any, _Places]] = {}
@@ -500,7 +493,7 @@ class Outside:
             places = [(new[id(o)][1] if id(o) in new else o, key) for o, key in before.values() if id(o) not in gone]
             held = [_held(owner, key) for owner, key in places]
             if all(one is not old for one in held):
-                if not held or any(one is not held[0] for one in held) or not _fits(old, held[0]):
+                if not held or type(held[0]) is not type(old):
                     gone[id(old)] = old
                     continue
                 new[id(old)] = old, held[0]
