@@ -41,6 +41,7 @@ from gpumux.capture.values.asserted import AssertedValues
 from gpumux.capture.values.conjugates import Conjugates
 from gpumux.capture.values.host import HostTensors
 from gpumux.capture.values.products import refuse_by_values
+from gpumux.capture.values.selected import Selected
 from gpumux.capture.values.shapes import KnownShapes
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
 from gpumux.program.check import SIZED_BY_NUMBERS, fake_call
@@ -738,6 +739,8 @@ class Recorder(TorchDispatchMode):
         try:
             with as_they_are():
                 return self._dispatch(func, args, kwargs or {})
+        except DataDependent as error:
+            return Selected.of(func, args, error)
         finally:
             self._observer.resume()
 
@@ -957,12 +960,8 @@ class Recorder(TorchDispatchMode):
             return fake
         if is_symbol(value):
             return self.scope.lift(value).value
-        if isinstance(value, (list, tuple)):
-            return (
-                type(value)(self._concrete(v, originals, keep) for v in value)
-                if type(value) in (list, tuple)
-                else value
-            )
+        if type(value) in (list, tuple):
+            return type(value)(self._concrete(v, originals, keep) for v in value)
         return value
 
     def _run_fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
