@@ -430,7 +430,8 @@ _OF_GRAPHS = (
     " (GCNConv, GATConv) with add_self_loops=False; give a loss of some nodes weights in place of a mask"
 )
 _INSTEAD = {
-    **dict.fromkeys(("index", "nonzero", "masked_select"), _MASK),
+    **dict.fromkeys(("index", "masked_select"), _MASK),
+    "nonzero": f"{_MASK}; the first place of each row that is true is mask.int().argmax(1)",
     "linalg_lstsq": "use torch.linalg.solve(a.mT @ a, a.mT @ b), or torch.linalg.pinv(a) @ b",
     "bincount": "count with torch.zeros(n, dtype=torch.int64).index_add_(0, index, torch.ones_like(index))",
     "_efficientzerotensor": _FORWARD_MODE,
