@@ -108,8 +108,8 @@ def _error_of_step(error: Exception, record: TraceRecord, warns: bool) -> Captur
     if "data is not allocated" in str(error):
         return DataDependent(
             f"{where} calls a function of torch that reads the values of a tensor",
-            "make a tensor of tensors by torch.stack, not torch.tensor; keep the computation in tensors of a fixed shape,"
-            " or do it outside the step and pass in what it gives",
+            "make a tensor of tensors by torch.stack, not torch.tensor; keep the computation in tensors of a fixed"
+            " shape, or do it outside the step and pass in what it gives",
         )
     if BatchArray.__name__ in str(error):
         return DataDependent(

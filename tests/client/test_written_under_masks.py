@@ -127,7 +127,7 @@ def test_another_use_is_refused_with_the_line_of_the_mask(use: Callable[[Tensor]
 
 
 def test_values_chosen_without_gradients_are_not_linked(endpoint: str) -> None:
-    """Under `no_grad()` the plain loop's values have no gradient; written as `torch.where(mask, h, near)` they would."""
+    """Under `no_grad()` the plain loop's values have no gradient; as `torch.where(mask, h, near)` they would."""
 
     def step(x: Tensor) -> Any:
         h = model(x)
