@@ -571,6 +571,7 @@ class Recorder(TorchDispatchMode):
         self._unknown = unknown
         self._refused = refused
         self._stand_ins: dict[Any, torch.Tensor] = {}
+        self.reshaped: dict[int, str] = {}  # by a fake tensor's id: the line that changed its shape in place
         self.value_read: int | None = None  # the view whose value Python reads, which ends the trace
         self.device = torch.device(device)
         self._gpu = gpu
@@ -799,7 +800,8 @@ class Recorder(TorchDispatchMode):
             return self._lift(out) if func is aten._is_all_true.default else out
         if func is aten._local_scalar_dense.default:
             view = self.view_of(self.to_fake(args[0]))
-            error = value_read(whole_number=args[0].dtype in (torch.int32, torch.int64))
+            of_batch = self.record.storages[self.record.views[view].storage].kind == "input"
+            error = value_read(whole_number=args[0].dtype in (torch.int32, torch.int64), of_batch=of_batch)
             if self._state_value and (value := self._state_value(self.record, view, error)) is not None:
                 return self._read(func, [value])
             self.value_read = view
@@ -939,6 +941,7 @@ class Recorder(TorchDispatchMode):
         if schema.mutable:
             if torch.Tag.inplace_view in func.tags:  # the fake tensor was reshaped, but not the real one
                 self._views.clear()
+                self.reshaped[id(fake_args[0])] = user_line()
             self._rebind(schema, args, kwargs, fake_args, fake_kwargs)
         else:
             self._follow_views(originals, keep, out)

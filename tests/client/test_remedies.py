@@ -41,9 +41,16 @@ def by_a_factor(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return x.add(x, alpha=rate).sum()
 
 
+def by_a_skip_list(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mask of ColBERT's documents."""
+    mask = torch.tensor([[float(token not in (1, 2))] for token in y.cpu().tolist()])
+    return (model(x) * mask).sum()
+
+
 @pytest.mark.parametrize(
     ("loss", "remedy"),
     [
+        (by_a_skip_list, "read the batch before the step"),
         (by_size, "num_nodes="),
         (by_one_hot, "num_classes="),
         (over_a_loader, "run the loop over the DataLoader around it"),
