@@ -259,8 +259,8 @@ def changes_variables(changes: Sequence[Change]) -> NotRepeatable:
         first = next(iter(set(made[0].new) - set(made[0].old)), "...")
         return NotRepeatable(
             f"the step changes Python variables while it runs: {names}",
-            f"give an attribute that the step makes a first value, of its type, before you submit (self.{first} = 0.0 in"
-            " __init__): a number may then change from step to step",
+            f"give an attribute that the step makes a first value, of its type, before you submit (self.{first} = 0.0"
+            " in __init__): a number may then change from step to step",
         )
     if all(map(_of_texts, (c.new for c in changes))):
         return NotRepeatable(
