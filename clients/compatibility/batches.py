@@ -788,3 +788,39 @@ def set_input(train: Train) -> Any:
 
     run = train(step, (batches[0],), model=trained.model, optimizer=trained.optimizer)
     return [(run(data).item(), trained.paths) for data in batches], trained.model
+
+
+def _without_punctuation(train: Train, *, in_the_step: bool) -> Any:
+    table, scores = nn.Embedding(20, 8), nn.Linear(8, 4)
+    model = nn.ModuleList([table, scores])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def mask_of(ids: Tensor) -> Tensor:
+        return torch.tensor([[float(token not in (0, 5, 7)) for token in row] for row in ids.tolist()])
+
+    def step(ids: Tensor, mask: Tensor | None, y: Tensor) -> Tensor:
+        mask = mask_of(ids) if mask is None else mask
+        optimizer.zero_grad()
+        loss = F.cross_entropy(scores((table(ids) * mask.unsqueeze(2)).sum(1)), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    ids, y = torch.randint(0, 20, (BATCHES, 4, 9)), torch.randint(0, 4, (BATCHES, 4))
+    batches = [(each, None if in_the_step else mask_of(each), labels) for each, labels in zip(ids, y, strict=True)]
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(*batch).item() for batch in batches], model
+
+
+def masks_made_in_the_loop(train: Train) -> Any:
+    return _without_punctuation(train, in_the_step=False)
+
+
+@idiom(
+    "a mask made in the step from a list of the tokens: for token in ids.tolist() (ColBERT's punctuation)",
+    refused=DataDependent,
+    instead="make it in the loop, and give it to the step",
+    changed=masks_made_in_the_loop,
+)
+def masks_made_of_lists(train: Train) -> Any:
+    return _without_punctuation(train, in_the_step=True)

@@ -692,3 +692,48 @@ def parameters_added(train: Train) -> Any:
             optimizer.add_param_group({"params": body.parameters(), "lr": 1e-3})
         losses += [run(x, y) for x, y in batches]
     return losses, model
+
+
+class _Annealed(nn.Linear):
+    """As SphereFace's head, which counts its calls."""
+
+    def __init__(self, *first: float) -> None:
+        super().__init__(8, 4)
+        self.calls = 0
+        if first:
+            (self.lamb,) = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.lamb = max(5.0, 1000.0 * (1 + 0.5 * self.calls) ** -1)
+        return super().forward(x) / (1 + self.lamb)
+
+
+def _annealed(train: Train, model: _Annealed) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    batches = _batches()
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    losses = [(run(x, y).item(), model.lamb) for _ in range(EPOCHS) for x, y in batches]
+    return losses, model.calls, model
+
+
+def annealed_with_a_first_value(train: Train) -> Any:
+    return _annealed(train, _Annealed(0.0))
+
+
+@idiom(
+    "a weight that forward computes of a count of its calls, and leaves in an attribute that is new (SphereFace)",
+    refused=errors.NotRepeatable,
+    instead="give it a first value in __init__: self.lamb = 0.0",
+    changed=annealed_with_a_first_value,
+)
+def annealed_in_a_new_attribute(train: Train) -> Any:
+    return _annealed(train, _Annealed())

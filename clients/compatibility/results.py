@@ -510,6 +510,17 @@ def list_to_tensor(train: Train) -> Any:
     return torch.tensor(losses).mean(), model
 
 
+@idiom("norms of the parameters as one tensor, between steps: torch.tensor([p.norm() for p in model.parameters()])")
+def tensor_of_norms(train: Train) -> Any:
+    model, optimizer, batches = classifier()
+    run = train(usual_step(model, optimizer), batches[0], model=model, optimizer=optimizer)
+    norms = []
+    for x, y in batches:
+        run(x, y)
+        norms.append(torch.tensor([p.detach().norm() for p in model.parameters()]))
+    return norms, model
+
+
 @idiom("min, max, sorted and index over a list of results")
 def ordered(train: Train) -> Any:
     model, optimizer, batches = classifier()

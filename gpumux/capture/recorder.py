@@ -41,6 +41,7 @@ from gpumux.capture.values.asserted import AssertedValues
 from gpumux.capture.values.conjugates import Conjugates
 from gpumux.capture.values.host import HostTensors
 from gpumux.capture.values.products import refuse_by_values
+from gpumux.capture.values.selected import Selected
 from gpumux.capture.values.shapes import KnownShapes
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
 from gpumux.program.check import SIZED_BY_NUMBERS, fake_call
@@ -570,6 +571,7 @@ class Recorder(TorchDispatchMode):
         self._unknown = unknown
         self._refused = refused
         self._stand_ins: dict[Any, torch.Tensor] = {}
+        self.reshaped: dict[int, str] = {}  # by a fake tensor's id: the line that changed its shape in place
         self.value_read: int | None = None  # the view whose value Python reads, which ends the trace
         self.device = torch.device(device)
         self._gpu = gpu
@@ -738,6 +740,8 @@ class Recorder(TorchDispatchMode):
         try:
             with as_they_are():
                 return self._dispatch(func, args, kwargs or {})
+        except DataDependent as error:
+            return Selected.of(func, args, error)
         finally:
             self._observer.resume()
 
@@ -796,7 +800,8 @@ class Recorder(TorchDispatchMode):
             return self._lift(out) if func is aten._is_all_true.default else out
         if func is aten._local_scalar_dense.default:
             view = self.view_of(self.to_fake(args[0]))
-            error = value_read(whole_number=args[0].dtype in (torch.int32, torch.int64))
+            of_batch = self.record.storages[self.record.views[view].storage].kind == "input"
+            error = value_read(whole_number=args[0].dtype in (torch.int32, torch.int64), of_batch=of_batch)
             if self._state_value and (value := self._state_value(self.record, view, error)) is not None:
                 return self._read(func, [value])
             self.value_read = view
@@ -936,6 +941,7 @@ class Recorder(TorchDispatchMode):
         if schema.mutable:
             if torch.Tag.inplace_view in func.tags:  # the fake tensor was reshaped, but not the real one
                 self._views.clear()
+                self.reshaped[id(fake_args[0])] = user_line()
             self._rebind(schema, args, kwargs, fake_args, fake_kwargs)
         else:
             self._follow_views(originals, keep, out)
@@ -957,12 +963,8 @@ class Recorder(TorchDispatchMode):
             return fake
         if is_symbol(value):
             return self.scope.lift(value).value
-        if isinstance(value, (list, tuple)):
-            return (
-                type(value)(self._concrete(v, originals, keep) for v in value)
-                if type(value) in (list, tuple)
-                else value
-            )
+        if type(value) in (list, tuple):
+            return type(value)(self._concrete(v, originals, keep) for v in value)
         return value
 
     def _run_fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -254,6 +254,14 @@ def changes_variables(changes: Sequence[Change]) -> NotRepeatable:
             "gpumux runs a step's Python only when it captures it: return the value from the step, and put it there in"
             f" the loop (a list: {grown}.append(step(x, y)); what a step returns is a tensor that is already detached)",
         )
+    made = [c for c in changes if c.name.endswith("'s attributes") and type(c.old) is type(c.new) is tuple]
+    if made:
+        first = next(iter(set(made[0].new) - set(made[0].old)), "...")
+        return NotRepeatable(
+            f"the step changes Python variables while it runs: {names}",
+            f"give an attribute that the step makes a first value, of its type, before you submit (self.{first} = 0.0"
+            " in __init__): a number may then change from step to step",
+        )
     if all(map(_of_texts, (c.new for c in changes))):
         return NotRepeatable(
             f"the step changes Python variables while it runs: {names}",
@@ -504,7 +512,8 @@ class SideEffects:
             if _holds_fake(list(optimizer.state.values()), 4):
                 raise CaptureError(
                     f"the step uses the optimizer {label} ({type(optimizer).__name__}), which was not given",
-                    "pass it in optimizer=, alone or in a list with the others",
+                    "pass it in optimizer=, alone or in a list with the others; for one that takes the place of another"
+                    " midway, close the job and submit the step again",
                 )
 
     def restorers(self) -> list[tuple[Callable[[], None], Callable[[], None]]]:

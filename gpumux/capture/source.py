@@ -430,7 +430,8 @@ _OF_GRAPHS = (
     " (GCNConv, GATConv) with add_self_loops=False; give a loss of some nodes weights in place of a mask"
 )
 _INSTEAD = {
-    **dict.fromkeys(("index", "nonzero", "masked_select"), _MASK),
+    **dict.fromkeys(("index", "masked_select"), _MASK),
+    "nonzero": f"{_MASK}; the first place of each row that is true is mask.int().argmax(1)",
     "linalg_lstsq": "use torch.linalg.solve(a.mT @ a, a.mT @ b), or torch.linalg.pinv(a) @ b",
     "bincount": "count with torch.zeros(n, dtype=torch.int64).index_add_(0, index, torch.ones_like(index))",
     "_efficientzerotensor": _FORWARD_MODE,
@@ -450,9 +451,9 @@ def instead_of(target: str, general: str) -> str:
     return _INSTEAD.get(name, general)
 
 
-def value_read(*, whole_number: bool = False) -> DataDependent:
+def value_read(*, whole_number: bool = False, of_batch: bool = False) -> DataDependent:
     """The error for code that reads a tensor's value in Python. Its remedy differs for an optimizer of torch's own,
-    which a user can't change, and for a `whole_number`, which may be a counter."""
+    which a user can't change, for a tensor `of_batch`, and for a `whole_number`, which may be a counter."""
     optimizer = optimizer_inside()
     name = type(optimizer).__name__
     where = reader() if optimizer is None else f"{user_line()} (inside {name}.step)"
@@ -478,6 +479,11 @@ def value_read(*, whole_number: bool = False) -> DataDependent:
         remedy = (
             "alpha= and value= are Python's numbers, and torch reads one from a tensor: multiply by the tensor,"
             " p.add_(rate * update) for p.add_(update, alpha=rate)"
+        )
+    elif of_batch:
+        remedy = (
+            "read the batch before the step, and give the step what is made of it as an argument (a mask, numbers, a"
+            " list of them), or keep the decision on the device (torch.where, masks)"
         )
     elif whole_number:
         remedy += (

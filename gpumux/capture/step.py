@@ -643,7 +643,9 @@ class StepFunction:
 
     def _make_room(self, key: Any, numbers: Numbers) -> None:
         """Prepare for one more case. Raises TooManyVariants if there are as many as were allowed."""
-        count, difference = len(self._cases), self._cases[0].difference(key, numbers) or "values of the model's state"
+        # Of several, one with batches of this shape shows what else differs.
+        like = next((case for case in self._cases if case.key == key), self._cases[0])
+        count, difference = len(self._cases), like.difference(key, numbers) or "values of the model's state"
         if self._max_variants is not None and count >= self._max_variants:
             raise TooManyVariants(
                 f"{self.name} was captured for {count} combinations of batch shapes and Python values"
@@ -652,7 +654,7 @@ class StepFunction:
                 " argument, torch.tensor(value), instead of a Python number or a closure's; raise max_variants=, or"
                 " leave it away, if the variety is meant",
             )
-        self._warn_of_many(count + 1, difference, _OF_SHAPES if self._cases[0].key != key else _OF_VARIABLES)
+        self._warn_of_many(count + 1, difference, _OF_SHAPES if like.key != key else _OF_VARIABLES)
         if count >= MAX_VARIANTS and self._max_variants is None:
             del self._cases[MAX_VARIANTS - 1 :]
 

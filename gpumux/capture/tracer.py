@@ -48,7 +48,6 @@ from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name,
 from gpumux.capture.values.caches import Caches
 from gpumux.capture.values.constants import constant_value
 from gpumux.capture.values.held import HeldValues, ReadValue, ReadValues
-from gpumux.capture.values.selected import placeholders_under_masks
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.capture.watch.lifting import Lift, Moves, moved, symbol
 from gpumux.errors import CaptureError, DataDependent, GpumuxError, NotRepeatable, UnknownTensor, raised_in_step
@@ -109,7 +108,8 @@ def _error_of_step(error: Exception, record: TraceRecord, warns: bool) -> Captur
     if "data is not allocated" in str(error):
         return DataDependent(
             f"{where} calls a function of torch that reads the values of a tensor",
-            "keep the computation in tensors of a fixed shape, or do it outside the step and pass in what it gives",
+            "make a tensor of tensors by torch.stack, not torch.tensor; keep the computation in tensors of a fixed"
+            " shape, or do it outside the step and pass in what it gives",
         )
     if BatchArray.__name__ in str(error):
         return DataDependent(
@@ -532,7 +532,6 @@ class Tracer:
                     as_on_a_gpu(tape, self.table.gpu, by_device),
                     refuse_new_memory(rec, self.table, fn),
                     arrays_as_tensors(),
-                    placeholders_under_masks(),
                     rec,
                     observer,
                 ):

@@ -64,7 +64,7 @@ class LocalModel:
         self.unsynced = 0
         self._unread = 0  # steps since the last read
         self._consecutive_reads = 0  # consecutive steps that were each followed by a read
-        self._logged_read = False
+        self._logged_read = 0  # the level of the most important message about a read
         self._cleared: dict[tuple[int, frozenset[int]], Structure] = {}  # a structure without some gradients
         self._unkept: dict[int, Place] = {}  # gradients that the script set and that the job need not keep
         self.staleness = StalenessHooks(of_job(name), table, self)
@@ -331,14 +331,15 @@ class LocalModel:
         """Log the first read of the local model, and the one that shows that every step is followed by a read."""
         self._consecutive_reads = self._consecutive_reads + 1 if self._unread == 1 else 0
         self._unread = 0
-        often = self._consecutive_reads == OFTEN
-        if self._logged_read and not often:
+        often = self._consecutive_reads >= OFTEN
+        level = logging.WARNING if often else logging.INFO
+        if level <= self._logged_read:
             return
-        self._logged_read = True
+        self._logged_read = level
         buffers = self.state.structure.buffers(self._table, parts) & set(self._remote.resident())
         mb = sum(self._table.buffers[b].nbytes for b in buffers) / 1e6
         log.log(
-            logging.WARNING if often else logging.INFO,
+            level,
             "job %r: %s reads the local model%s, which copies %.1f MB from the daemon each time after a step%s",
             self._name, user_line(), " after every step" if often else "", mb,
             ": return what it looks at from the step, or read less often" if often else "",

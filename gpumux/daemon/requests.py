@@ -377,7 +377,8 @@ class Requests:
         if len(job.programs) >= self._context.config.max_programs_per_job:
             raise AdmissionRefused(
                 f"the job has {len(job.programs)} programs, which is the limit",
-                "close the job and open another, or raise max_programs_per_job",
+                "pad batches to fewer shapes, and compute numbers that change in the loop (the client's log says what"
+                " differs); or close the job and open another, or raise max_programs_per_job",
             )
         unloaded = list(self._records.unloaded(session.peer.uid))
         if len(unloaded) >= MAX_UNLOADED:

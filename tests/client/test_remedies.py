@@ -41,9 +41,16 @@ def by_a_factor(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return x.add(x, alpha=rate).sum()
 
 
+def by_a_skip_list(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mask of ColBERT's documents."""
+    mask = torch.tensor([[float(token not in (1, 2))] for token in y.cpu().tolist()])
+    return (model(x) * mask).sum()
+
+
 @pytest.mark.parametrize(
     ("loss", "remedy"),
     [
+        (by_a_skip_list, "read the batch before the step"),
         (by_size, "num_nodes="),
         (by_one_hot, "num_classes="),
         (over_a_loader, "run the loop over the DataLoader around it"),
@@ -107,3 +114,68 @@ def test_a_tensor_of_a_class_of_ones_own_in_a_variable_is_named(use: Callable[[T
         client.submit(lambda x: x.sum() + use(z).sum(), example=(X,), endpoint=endpoint)
     assert "as_subclass(torch.Tensor)" in caught.value.remedy
     assert __file__ in caught.value.message
+
+
+def test_an_attribute_that_the_step_makes_is_given_a_first_value(endpoint: str) -> None:
+    """As SphereFace's annealing: a counter, and what is computed of it in a new attribute."""
+
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.lamb = max(5.0, 1000.0 / (1 + 0.1 * self.calls))
+            return super().forward(x) / self.lamb
+
+    model = Head(4, 3)
+    model.calls = 0
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).sum()
+        return loss
+
+    with pytest.raises(errors.NotRepeatable) as caught:
+        client.submit(step, example=(X,), model=model, endpoint=endpoint)
+    assert "self.lamb = 0.0" in caught.value.remedy
+    model.lamb, model.calls = 0.0, 0
+    with client.submit(step, example=(X,), model=model, endpoint=endpoint) as job:
+        got = [(job.step(X).item(), model.lamb) for _ in range(3)]
+    model.calls = 0
+    assert got == [(step(X).item(), model.lamb) for _ in range(3)]
+
+
+def test_an_optimizer_in_the_place_of_another_is_submitted_again(endpoint: str) -> None:
+    model = nn.Linear(4, 3)
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters())
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with client.submit(step, example=(X,), model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        job.step(X)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with pytest.raises(errors.CaptureError) as caught:
+            job.step(X)
+        assert "close the job and submit the step again" in caught.value.remedy
+
+
+def test_the_warning_of_many_captures_compares_with_a_batch_of_the_same_shape(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A flag that changes at each epoch, and a smaller last batch: the flag is what differs."""
+    model, flags = nn.Linear(4, 3), {"mode": "0"}
+
+    def step(x: Tensor) -> Tensor:
+        return model(x).sum() * len(flags["mode"])
+
+    with client.submit(step, example=(X,), model=model, endpoint=endpoint) as job:
+        for epoch in range(3):
+            flags["mode"] = "0" * (epoch + 1)
+            job.step(X)
+            job.step(X[:2])
+    said = [r.getMessage() for r in caplog.records if "combination of batch shapes" in r.getMessage()]
+    assert len(said) == 1
+    assert "flags['mode']" in said[0]
+    assert "Pad batches" not in said[0]

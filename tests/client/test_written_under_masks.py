@@ -124,3 +124,63 @@ def test_another_use_is_refused_with_the_line_of_the_mask(use: Callable[[Tensor]
     with pytest.raises(errors.DataDependent, match="depends on the data") as caught:
         client.submit(lambda x: use(model(x)), example=(X,), model=model, endpoint=endpoint)
     assert __file__ in caught.value.message
+
+
+def test_values_chosen_without_gradients_are_not_linked(endpoint: str) -> None:
+    """Under `no_grad()` the plain loop's values have no gradient; as `torch.where(mask, h, near)` they would."""
+
+    def step(x: Tensor) -> Any:
+        h = model(x)
+        near, mask = h * 2, h > 0
+        with torch.no_grad():
+            values = h[mask]
+        near[mask] = values
+        near.sum().backward()
+        return near
+
+    model = nn.Linear(6, 6)
+    with pytest.raises(errors.DataDependent, match="depends on the data") as caught:
+        client.submit(step, example=(X,), model=model, endpoint=endpoint)
+    assert __file__ in caught.value.message
+
+
+def test_values_under_no_grad_are_written_there(endpoint: str) -> None:
+    """As farthest points are chosen: the whole loop runs without gradients."""
+
+    def step(x: Tensor) -> Tensor:
+        h = model(x)
+        near = torch.zeros_like(h)
+        with torch.no_grad():
+            mask = h > near
+            near[mask] = h[mask]
+            near[near > 0.5] *= 0.3
+        return (h * near).sum()
+
+    model = nn.Linear(6, 6)
+    with client.submit(step, example=(X,), model=model, endpoint=endpoint) as job:
+        got = job.step(X).item()
+    assert got == step(X).item()
+
+
+def test_tensors_are_made_of_scalars_after_a_submit(endpoint: str) -> None:
+    """A trace leaves torch.Tensor without a `__getitem__` of its own: with one it would be a sequence to C for good."""
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).sum()
+        return loss
+
+    model = nn.Linear(6, 6)
+    with client.submit(step, example=(X,), model=model, endpoint=endpoint) as job:
+        losses = [job.step(X).result(), torch.tensor(2.0)]
+        assert torch.tensor(losses).tolist() == [losses[0].item(), 2.0]
+
+
+def test_a_tensor_of_scalars_in_the_step_is_refused_with_its_line(endpoint: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        return torch.tensor([row.mean() for row in model(x)])
+
+    model = nn.Linear(6, 6)
+    with pytest.raises(errors.DataDependent) as caught:
+        client.submit(step, example=(X,), model=model, endpoint=endpoint)
+    assert __file__ in caught.value.message
+    assert "torch.stack" in (caught.value.remedy or "")

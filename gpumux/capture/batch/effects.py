@@ -84,8 +84,10 @@ def left_on_batch(batch: Sequence[Any], fakes: Sequence[Any], rec: Recorder) -> 
             continue  # tensors made of an array are the step's own
         seen.add(id(fake))
         if rec.view_of(fake) != rec.record.inputs[position]:
+            where = rec.reshaped.get(id(fake))
             raise CaptureError(
-                f"the step changes the shape of tensor {position} of the batch, or sets its .data",
+                f"{where or 'the step'} changes the shape of tensor {position} of the batch"
+                f"{'' if where else ', or sets its .data'}",
                 "make a view or a new tensor instead: x = x.transpose(0, 1), x = x / 255",
             )
         if not fake.is_leaf:

@@ -402,6 +402,9 @@ def test_m4_an_average_every_step_brings_no_optimizer_state_and_is_said(
             s.model[0].weight.sum()
         of_model = sum(t.nbytes for t in s.model.state_dict().values())
         assert pulled == [of_model] * 6
+        for i in range(4):  # another epoch, after two steps without a read
+            s.train(2 if i == 0 else 1, i)
+            s.model[0].weight.sum()
     said = [r for r in caplog.records if "reads the local model" in r.getMessage()]
     assert [r.levelno for r in said] == [logging.INFO, logging.WARNING]
     assert "test_model.py:" in said[0].getMessage()
