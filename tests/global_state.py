@@ -19,7 +19,8 @@ def settings() -> dict[str, Any]:
     found: dict[str, Any] = {
         "the working directory": os.getcwd(),
         "the umask": _umask(),
-        "sys.path": list(sys.path),
+        # setuptools adds a folder of its own when it is loaded, as torch's compiler does.
+        "sys.path": [path for path in sys.path if not path.endswith(os.path.join("setuptools", "_vendor"))],
         "whether garbage is collected": gc.isenabled(),
         "variables GPUMUX_*": {name: value for name, value in os.environ.items() if name.startswith("GPUMUX_")},
     }

@@ -23,6 +23,7 @@ class StubDriver(CudaDriver):
         super().__init__()
         self.captured: list[Any] | None = None
         self.streams: dict[int, Stream] = {}
+        self.own_thread = False
 
     def stream(self, priority: int) -> int:
         made = super().stream(priority)
