@@ -1288,3 +1288,267 @@ def forward_hook(train: Train) -> Any:
 
     run = train(step, batches[0], model=model, optimizer=optimizer)
     return [run(x, y) for x, y in batches], model
+
+
+class _ShiftedWindows(nn.Module):
+    """Attention within windows of 4 x 4, shifted by two, with a bias by relative position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window, self.heads = 4, 2
+        self.table = nn.Parameter(torch.zeros((2 * self.window - 1) ** 2, self.heads))
+        nn.init.trunc_normal_(self.table, std=0.02)
+        coordinates = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")).flatten(1)
+        relative = (coordinates[:, :, None] - coordinates[:, None, :]).permute(1, 2, 0).contiguous()
+        relative += self.window - 1
+        relative[:, :, 0] *= 2 * self.window - 1
+        self.register_buffer("index", relative.sum(-1))
+        self.stem, self.norm = nn.Conv2d(3, 16, 1), nn.LayerNorm(16)
+        self.qkv, self.proj, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x).permute(0, 2, 3, 1))
+        batch, height, width, channels = x.shape
+        shifted = torch.roll(x, shifts=(-2, -2), dims=(1, 2))
+        windows = shifted.view(batch, height // 4, 4, width // 4, 4, channels).permute(0, 1, 3, 2, 4, 5)
+        windows = windows.reshape(-1, 16, channels)
+        q, k, v = self.qkv(windows).reshape(-1, 16, 3, self.heads, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        bias = self.table[self.index.view(-1)].view(16, 16, -1).permute(2, 0, 1).contiguous()
+        attention = (q * 8**-0.5 @ k.transpose(-2, -1) + bias.unsqueeze(0)).softmax(-1)
+        mixed = self.proj((attention @ v).transpose(1, 2).reshape(-1, 16, channels))
+        mixed = mixed.view(batch, height // 4, width // 4, 4, 4, channels).permute(0, 1, 3, 2, 4, 5)
+        x = x + torch.roll(mixed.reshape(batch, height, width, channels), shifts=(2, 2), dims=(1, 2))
+        return self.head(x.mean((1, 2)))
+
+
+@idiom("Swin's windows, shifted by torch.roll, with a table of relative positions looked up by an index in a buffer")
+def shifted_windows(train: Train) -> Any:
+    return _trained(train, _ShiftedWindows(), _pictures())
+
+
+class _EdgeConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.edge = nn.Sequential(nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16), nn.LeakyReLU(0.2))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(2, 1)  # channels, points
+        inner = -2 * torch.matmul(x.transpose(2, 1), x)
+        squares = torch.sum(x**2, dim=1, keepdim=True)
+        index = (-squares - inner - squares.transpose(2, 1)).topk(k=3, dim=-1)[1]
+        batch, channels, points = x.size()
+        index = (index + torch.arange(0, batch, device=x.device).view(-1, 1, 1) * points).view(-1)
+        x = x.transpose(2, 1).contiguous()
+        near = x.view(batch * points, -1)[index, :].view(batch, points, 3, channels)
+        x = x.view(batch, points, 1, channels).repeat(1, 1, 3, 1)
+        x = self.edge(torch.cat((near - x, x), dim=3).permute(0, 3, 1, 2).contiguous()).max(dim=-1)[0]
+        x = torch.cat((F.adaptive_max_pool1d(x, 1).view(batch, -1), F.adaptive_avg_pool1d(x, 1).view(batch, -1)), 1)
+        return self.head(x)
+
+
+@idiom("a graph of the nearest points, made in forward by topk and looked up by its indices (DGCNN)")
+def nearest_points(train: Train) -> Any:
+    return _trained(train, _EdgeConvolution(), _series())
+
+
+class _Retention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(20, 16), nn.GroupNorm(2, 2)
+        self.q, self.k, self.v, self.gate = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.head = nn.Linear(16, 20)
+        self.register_buffer("decay", torch.log(1 - 2 ** (-5 - torch.arange(2, dtype=torch.float))))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        length = ids.size(1)
+        index = torch.arange(length).to(self.decay)
+        mask = torch.tril(torch.ones(length, length).to(self.decay))
+        mask = torch.masked_fill(index[:, None] - index[None, :], ~mask.bool(), float("inf"))
+        mask = torch.nan_to_num(torch.exp(mask * self.decay[:, None, None]))
+        mask = mask / mask.sum(dim=-1, keepdim=True).sqrt()
+        q, k, v = (each(x).view(*ids.shape, 2, 8).transpose(1, 2) for each in (self.q, self.k, self.v))
+        weights = q @ k.transpose(-1, -2) * 8**-0.5 * mask
+        weights = weights / weights.detach().abs().sum(dim=-1, keepdim=True).clamp(min=1)
+        mixed = self.norm((weights @ v).transpose(1, 2).reshape(-1, 2, 8)).reshape(*ids.shape, 16)
+        return self.head(x + F.silu(self.gate(x)) * mixed)
+
+
+@idiom("retention with a decay by distance, its mask made in forward (RetNet)")
+def retention(train: Train) -> Any:
+    return _language(train, _Retention())
+
+
+class _AngularMargin(nn.Module):
+    """ArcFace's head, which takes the labels, behind a small network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.weight = nn.Linear(8, 8), nn.Parameter(torch.empty(4, 8))
+        nn.init.xavier_uniform_(self.weight)
+        self.s, self.m = 8.0, 0.5
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        cosine = F.linear(F.normalize(self.body(x)), F.normalize(self.weight))
+        sine = torch.sqrt((1.0 - torch.pow(cosine, 2)).clamp(0, 1))
+        phi = cosine * math.cos(self.m) - sine * math.sin(self.m)
+        phi = torch.where(cosine > math.cos(math.pi - self.m), phi, cosine - math.sin(math.pi - self.m) * self.m)
+        one_hot = torch.zeros(cosine.size(), device=x.device)
+        one_hot.scatter_(1, label.view(-1, 1).long(), 1)
+        return ((one_hot * phi) + ((1.0 - one_hot) * cosine)) * self.s
+
+
+@idiom("an angular margin: torch.where over cosines, a one-hot of the labels by scatter_ (ArcFace)")
+def angular_margin(train: Train) -> Any:
+    model = _AngularMargin()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x, y), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    batches = _vectors()
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(x, y).item() for x, y in batches], model
+
+
+class _FactorizationMachine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.fields = nn.Embedding(20, 1), nn.Embedding(20, 4)
+        self.deep = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        each = self.fields(ids)
+        pairs = 0.5 * (each.sum(1).pow(2) - each.pow(2).sum(1)).sum(1, keepdim=True)
+        return (self.first(ids).sum(1) + pairs + self.deep(each.flatten(1))).squeeze(1)
+
+
+@idiom("a factorization machine beside a deep network, L2 of its embeddings in the loss (DeepFM)")
+def factorization_machine(train: Train) -> Any:
+    model = _FactorizationMachine()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+
+    def step(ids: Tensor, clicked: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad()
+        scores = model(ids)
+        loss = F.binary_cross_entropy_with_logits(scores, clicked)
+        total = loss + sum(
+            1e-3 * torch.sum(torch.square(w)) for name, w in model.named_parameters() if "deep" not in name
+        )
+        total.backward()
+        optimizer.step()
+        return loss, scores
+
+    batches = [(ids, (ids.sum(1) % 2).float()) for ids in _tokens()]
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [(loss.item(), scores.sigmoid()) for loss, scores in (run(*batch) for batch in batches)], model
+
+
+class _GatedConvolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 8), nn.Sequential(nn.ReLU(), nn.Conv1d(8, 20, 1))
+        self.filters = nn.ModuleList(nn.Conv1d(8, 16, 2, dilation=2**i) for i in range(3))
+        self.rest, self.skip = (nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(3)) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids).transpose(1, 2)
+        skips: Any = 0
+        for i, (each, rest, skip) in enumerate(zip(self.filters, self.rest, self.skip, strict=True)):
+            left, right = each(F.pad(x, (2**i, 0))).chunk(2, dim=1)
+            gated = torch.tanh(left) * torch.sigmoid(right)
+            skips = skip(gated) + skips
+            x = (rest(gated) + x) * math.sqrt(0.5)
+        return self.head(skips).transpose(1, 2)
+
+
+@idiom("gated dilated convolutions of the past alone, whose skips are summed (WaveNet)")
+def gated_convolutions(train: Train) -> Any:
+    return _language(train, _GatedConvolutions())
+
+
+class _GatedResiduals(nn.Module):
+    """A gated residual network with a context, and a choice among the inputs (Temporal Fusion Transformer)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.context = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.second, self.gate, self.norm = nn.Linear(8, 8), nn.Linear(8, 16), nn.LayerNorm(8)
+        self.weights, self.head = nn.Linear(8, 5), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        static = x.mean(1)
+        chosen = F.softmax(self.weights(static), dim=-1).unsqueeze(-1)
+        inner = self.second(F.elu(self.first(x) + self.context(static).unsqueeze(1)))
+        x = self.norm(x + F.glu(self.gate(F.dropout(inner, 0.1, self.training)), dim=-1))
+        return self.head((x * chosen).sum(1))
+
+
+@idiom("gated residuals, a choice among the inputs, and a quantile loss by torch.max (Temporal Fusion Transformer)")
+def quantile_loss(train: Train) -> Any:
+    model, quantiles = _GatedResiduals(), (0.1, 0.5, 0.9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def step(x: Tensor, target: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        found = model(x)
+        losses = []
+        for i, q in enumerate(quantiles):
+            errors = target - found[:, i]
+            losses.append(torch.max((q - 1) * errors, q * errors).unsqueeze(1))
+        loss = torch.mean(torch.sum(torch.cat(losses, dim=1), dim=1))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return loss
+
+    batches = [(x, y.float()) for x, y in _series()]
+    run = train(step, batches[0], model=model, optimizer=optimizer)
+    return [run(*batch).item() for batch in batches], model
+
+
+class _MaskedConvolution(nn.Conv2d):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes, padding=1)
+        mask = torch.ones_like(self.weight)
+        mask[:, :, 1, 1:], mask[:, :, 2] = 0, 0
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data *= self.mask
+        return super().forward(x)
+
+
+@idiom("convolutions masked by weight.data *= mask, with a mixture of discretised logistics as the loss (PixelCNN++)")
+def masked_convolutions(train: Train) -> Any:
+    model = nn.Sequential(_MaskedConvolution(1, 8, 3), nn.ELU(), nn.Conv2d(8, 9, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def loss_of(x: Tensor, out: Tensor) -> Tensor:
+        logits, means, scales = out.permute(0, 2, 3, 1).chunk(3, dim=-1)
+        scales = torch.clamp(scales, min=-7.0)
+        centered, inverse = x.squeeze(1).unsqueeze(-1) - means, torch.exp(-scales)
+        above, below = inverse * (centered + 1 / 255), inverse * (centered - 1 / 255)
+        delta, middle = torch.sigmoid(above) - torch.sigmoid(below), inverse * centered
+        dense = middle - scales - 2.0 * F.softplus(middle) - math.log(127.5)
+        inner = (delta > 1e-5).float()
+        log_probs = inner * torch.log(torch.clamp(delta, min=1e-12)) + (1.0 - inner) * dense
+        edge = (x.squeeze(1).unsqueeze(-1) < -0.999).float()
+        log_probs = edge * (above - F.softplus(above)) + (1.0 - edge) * log_probs
+        return -torch.logsumexp(log_probs + F.log_softmax(logits, dim=-1), dim=-1).sum()
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(x, model(x))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    batches = [torch.tanh(x) for x, _ in _pictures(1)]
+    run = train(step, (batches[0],), model=model, optimizer=optimizer)
+    return [run(x).item() for x in batches], model
