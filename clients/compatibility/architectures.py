@@ -1293,6 +1293,8 @@ def forward_hook(train: Train) -> Any:
 class _ShiftedWindows(nn.Module):
     """Attention within windows of 4 x 4, shifted by two, with a bias by relative position."""
 
+    index: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.window, self.heads = 4, 2
@@ -1306,7 +1308,7 @@ class _ShiftedWindows(nn.Module):
         self.stem, self.norm = nn.Conv2d(3, 16, 1), nn.LayerNorm(16)
         self.qkv, self.proj, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.norm(self.stem(x).permute(0, 2, 3, 1))
         batch, height, width, channels = x.shape
         shifted = torch.roll(x, shifts=(-2, -2), dims=(1, 2))
@@ -1332,7 +1334,7 @@ class _EdgeConvolution(nn.Module):
         self.edge = nn.Sequential(nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16), nn.LeakyReLU(0.2))
         self.head = nn.Linear(32, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x.transpose(2, 1)  # channels, points
         inner = -2 * torch.matmul(x.transpose(2, 1), x)
         squares = torch.sum(x**2, dim=1, keepdim=True)
@@ -1353,6 +1355,8 @@ def nearest_points(train: Train) -> Any:
 
 
 class _Retention(nn.Module):
+    decay: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.words, self.norm = nn.Embedding(20, 16), nn.GroupNorm(2, 2)
@@ -1360,7 +1364,7 @@ class _Retention(nn.Module):
         self.head = nn.Linear(16, 20)
         self.register_buffer("decay", torch.log(1 - 2 ** (-5 - torch.arange(2, dtype=torch.float))))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         x = self.words(ids)
         length = ids.size(1)
         index = torch.arange(length).to(self.decay)
@@ -1389,7 +1393,7 @@ class _AngularMargin(nn.Module):
         nn.init.xavier_uniform_(self.weight)
         self.s, self.m = 8.0, 0.5
 
-    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+    def forward(self, x: Tensor, label: Tensor) -> Any:
         cosine = F.linear(F.normalize(self.body(x)), F.normalize(self.weight))
         sine = torch.sqrt((1.0 - torch.pow(cosine, 2)).clamp(0, 1))
         phi = cosine * math.cos(self.m) - sine * math.sin(self.m)
@@ -1422,7 +1426,7 @@ class _FactorizationMachine(nn.Module):
         self.first, self.fields = nn.Embedding(20, 1), nn.Embedding(20, 4)
         self.deep = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         each = self.fields(ids)
         pairs = 0.5 * (each.sum(1).pow(2) - each.pow(2).sum(1)).sum(1, keepdim=True)
         return (self.first(ids).sum(1) + pairs + self.deep(each.flatten(1))).squeeze(1)
@@ -1456,7 +1460,7 @@ class _GatedConvolutions(nn.Module):
         self.filters = nn.ModuleList(nn.Conv1d(8, 16, 2, dilation=2**i) for i in range(3))
         self.rest, self.skip = (nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(3)) for _ in range(2))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         x = self.words(ids).transpose(1, 2)
         skips: Any = 0
         for i, (each, rest, skip) in enumerate(zip(self.filters, self.rest, self.skip, strict=True)):
@@ -1481,7 +1485,7 @@ class _GatedResiduals(nn.Module):
         self.second, self.gate, self.norm = nn.Linear(8, 8), nn.Linear(8, 16), nn.LayerNorm(8)
         self.weights, self.head = nn.Linear(8, 5), nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         static = x.mean(1)
         chosen = F.softmax(self.weights(static), dim=-1).unsqueeze(-1)
         inner = self.second(F.elu(self.first(x) + self.context(static).unsqueeze(1)))
@@ -1513,20 +1517,22 @@ def quantile_loss(train: Train) -> Any:
 
 
 class _MaskedConvolution(nn.Conv2d):
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes, padding=1)
+    mask: Tensor
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__(before, after, 3, padding=1)
         mask = torch.ones_like(self.weight)
         mask[:, :, 1, 1:], mask[:, :, 2] = 0, 0
         self.register_buffer("mask", mask)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.weight.data *= self.mask
         return super().forward(x)
 
 
 @idiom("convolutions masked by weight.data *= mask, with a mixture of discretised logistics as the loss (PixelCNN++)")
 def masked_convolutions(train: Train) -> Any:
-    model = nn.Sequential(_MaskedConvolution(1, 8, 3), nn.ELU(), nn.Conv2d(8, 9, 1))
+    model = nn.Sequential(_MaskedConvolution(1, 8), nn.ELU(), nn.Conv2d(8, 9, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
     def loss_of(x: Tensor, out: Tensor) -> Tensor:
