@@ -1308,7 +1308,7 @@ class _ShiftedWindows(nn.Module):
         self.stem, self.norm = nn.Conv2d(3, 16, 1), nn.LayerNorm(16)
         self.qkv, self.proj, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 4)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.stem(x).permute(0, 2, 3, 1))
         batch, height, width, channels = x.shape
         shifted = torch.roll(x, shifts=(-2, -2), dims=(1, 2))
@@ -1320,7 +1320,8 @@ class _ShiftedWindows(nn.Module):
         mixed = self.proj((attention @ v).transpose(1, 2).reshape(-1, 16, channels))
         mixed = mixed.view(batch, height // 4, width // 4, 4, 4, channels).permute(0, 1, 3, 2, 4, 5)
         x = x + torch.roll(mixed.reshape(batch, height, width, channels), shifts=(2, 2), dims=(1, 2))
-        return self.head(x.mean((1, 2)))
+        out: Tensor = self.head(x.mean((1, 2)))
+        return out
 
 
 @idiom("Swin's windows, shifted by torch.roll, with a table of relative positions looked up by an index in a buffer")
@@ -1334,7 +1335,7 @@ class _EdgeConvolution(nn.Module):
         self.edge = nn.Sequential(nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16), nn.LeakyReLU(0.2))
         self.head = nn.Linear(32, 4)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         x = x.transpose(2, 1)  # channels, points
         inner = -2 * torch.matmul(x.transpose(2, 1), x)
         squares = torch.sum(x**2, dim=1, keepdim=True)
@@ -1346,7 +1347,8 @@ class _EdgeConvolution(nn.Module):
         x = x.view(batch, points, 1, channels).repeat(1, 1, 3, 1)
         x = self.edge(torch.cat((near - x, x), dim=3).permute(0, 3, 1, 2).contiguous()).max(dim=-1)[0]
         x = torch.cat((F.adaptive_max_pool1d(x, 1).view(batch, -1), F.adaptive_avg_pool1d(x, 1).view(batch, -1)), 1)
-        return self.head(x)
+        out: Tensor = self.head(x)
+        return out
 
 
 @idiom("a graph of the nearest points, made in forward by topk and looked up by its indices (DGCNN)")
@@ -1364,7 +1366,7 @@ class _Retention(nn.Module):
         self.head = nn.Linear(16, 20)
         self.register_buffer("decay", torch.log(1 - 2 ** (-5 - torch.arange(2, dtype=torch.float))))
 
-    def forward(self, ids: Tensor) -> Any:
+    def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
         length = ids.size(1)
         index = torch.arange(length).to(self.decay)
@@ -1376,7 +1378,8 @@ class _Retention(nn.Module):
         weights = q @ k.transpose(-1, -2) * 8**-0.5 * mask
         weights = weights / weights.detach().abs().sum(dim=-1, keepdim=True).clamp(min=1)
         mixed = self.norm((weights @ v).transpose(1, 2).reshape(-1, 2, 8)).reshape(*ids.shape, 16)
-        return self.head(x + F.silu(self.gate(x)) * mixed)
+        out: Tensor = self.head(x + F.silu(self.gate(x)) * mixed)
+        return out
 
 
 @idiom("retention with a decay by distance, its mask made in forward (RetNet)")
@@ -1393,14 +1396,15 @@ class _AngularMargin(nn.Module):
         nn.init.xavier_uniform_(self.weight)
         self.s, self.m = 8.0, 0.5
 
-    def forward(self, x: Tensor, label: Tensor) -> Any:
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
         cosine = F.linear(F.normalize(self.body(x)), F.normalize(self.weight))
         sine = torch.sqrt((1.0 - torch.pow(cosine, 2)).clamp(0, 1))
         phi = cosine * math.cos(self.m) - sine * math.sin(self.m)
         phi = torch.where(cosine > math.cos(math.pi - self.m), phi, cosine - math.sin(math.pi - self.m) * self.m)
         one_hot = torch.zeros(cosine.size(), device=x.device)
         one_hot.scatter_(1, label.view(-1, 1).long(), 1)
-        return ((one_hot * phi) + ((1.0 - one_hot) * cosine)) * self.s
+        out: Tensor = ((one_hot * phi) + ((1.0 - one_hot) * cosine)) * self.s
+        return out
 
 
 @idiom("an angular margin: torch.where over cosines, a one-hot of the labels by scatter_ (ArcFace)")
@@ -1426,10 +1430,11 @@ class _FactorizationMachine(nn.Module):
         self.first, self.fields = nn.Embedding(20, 1), nn.Embedding(20, 4)
         self.deep = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
 
-    def forward(self, ids: Tensor) -> Any:
+    def forward(self, ids: Tensor) -> Tensor:
         each = self.fields(ids)
         pairs = 0.5 * (each.sum(1).pow(2) - each.pow(2).sum(1)).sum(1, keepdim=True)
-        return (self.first(ids).sum(1) + pairs + self.deep(each.flatten(1))).squeeze(1)
+        out: Tensor = (self.first(ids).sum(1) + pairs + self.deep(each.flatten(1))).squeeze(1)
+        return out
 
 
 @idiom("a factorization machine beside a deep network, L2 of its embeddings in the loss (DeepFM)")
@@ -1460,7 +1465,7 @@ class _GatedConvolutions(nn.Module):
         self.filters = nn.ModuleList(nn.Conv1d(8, 16, 2, dilation=2**i) for i in range(3))
         self.rest, self.skip = (nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(3)) for _ in range(2))
 
-    def forward(self, ids: Tensor) -> Any:
+    def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids).transpose(1, 2)
         skips: Any = 0
         for i, (each, rest, skip) in enumerate(zip(self.filters, self.rest, self.skip, strict=True)):
@@ -1468,7 +1473,8 @@ class _GatedConvolutions(nn.Module):
             gated = torch.tanh(left) * torch.sigmoid(right)
             skips = skip(gated) + skips
             x = (rest(gated) + x) * math.sqrt(0.5)
-        return self.head(skips).transpose(1, 2)
+        out: Tensor = self.head(skips).transpose(1, 2)
+        return out
 
 
 @idiom("gated dilated convolutions of the past alone, whose skips are summed (WaveNet)")
@@ -1485,12 +1491,13 @@ class _GatedResiduals(nn.Module):
         self.second, self.gate, self.norm = nn.Linear(8, 8), nn.Linear(8, 16), nn.LayerNorm(8)
         self.weights, self.head = nn.Linear(8, 5), nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         static = x.mean(1)
         chosen = F.softmax(self.weights(static), dim=-1).unsqueeze(-1)
         inner = self.second(F.elu(self.first(x) + self.context(static).unsqueeze(1)))
         x = self.norm(x + F.glu(self.gate(F.dropout(inner, 0.1, self.training)), dim=-1))
-        return self.head((x * chosen).sum(1))
+        out: Tensor = self.head((x * chosen).sum(1))
+        return out
 
 
 @idiom("gated residuals, a choice among the inputs, and a quantile loss by torch.max (Temporal Fusion Transformer)")
@@ -1525,9 +1532,10 @@ class _MaskedConvolution(nn.Conv2d):
         mask[:, :, 1, 1:], mask[:, :, 2] = 0, 0
         self.register_buffer("mask", mask)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         self.weight.data *= self.mask
-        return super().forward(x)
+        out: Tensor = super().forward(x)
+        return out
 
 
 @idiom("convolutions masked by weight.data *= mask, with a mixture of discretised logistics as the loss (PixelCNN++)")
