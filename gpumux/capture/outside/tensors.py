@@ -136,18 +136,19 @@ _Places: TypeAlias = "dict[tuple[int, Any], tuple[Any, Any]]"  # (owner, key) by
 
 def _outer_first(found: dict[int, tuple[Any, _Places]]) -> list[tuple[Any, _Places]]:
     """These containers, by id, each behind those that it lies in."""
-    ordered: dict[int, tuple[Any, _Places]] = {}
+    ordered: list[tuple[Any, _Places]] = []
+    seen: set[int] = set()
 
-    def put(container: int, inside: frozenset[int]) -> None:
-        for owner, _ in found[container][1].values():
-            if id(owner) in found and id(owner) not in ordered and id(owner) not in inside:
-                put(id(owner), inside | {container})
-        ordered[container] = found[container]
+    def put(container: int) -> None:
+        if container in found and container not in seen:
+            seen.add(container)
+            for owner, _ in found[container][1].values():
+                put(id(owner))
+            ordered.append(found[container])
 
     for container in found:
-        if container not in ordered:
-            put(container, frozenset())
-    return list(ordered.values())
+        put(container)
+    return ordered
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
@@ -486,28 +487,28 @@ class Outside:
 
     def _follow_containers(self) -> None:
         """Look for tensors in the containers that took the place of those in which they were."""
-        new: dict[int, tuple[Any, Any]] = {}  # by the old one's id, both
-        gone: dict[int, Any] = {}  # those that are held no longer
+        if all(_held(*place) is container for container, places in self._containers for place in places.values()):
+            return
+        new: dict[int, Any] = {}  # by the id of the old one
+        gone: set[int] = set()  # ids of those that are held no longer
         present: list[tuple[Any, _Places]] = []
         for old, before in self._containers:
-            places = [(new[id(o)][1] if id(o) in new else o, key) for o, key in before.values() if id(o) not in gone]
+            places = [(new.get(id(owner), owner), key) for owner, key in before.values() if id(owner) not in gone]
             held = [_held(owner, key) for owner, key in places]
             if all(one is not old for one in held):
                 if not held or type(held[0]) is not type(old):
-                    gone[id(old)] = old
+                    gone.add(id(old))
                     continue
-                new[id(old)] = old, held[0]
-            container = new.get(id(old), (old, old))[1]
-            present.append((container, {_identity(owner, key): (owner, key) for owner, key in places}))
-        self._containers = present
-        if not new:
-            return
-        table = self._table
-        for at, (owner, key, tensor) in list(table.holders_outside.items()):
+                new[id(old)] = held[0]
+            present.append((new.get(id(old), old), {_identity(owner, key): (owner, key) for owner, key in places}))
+        holders = self._table.holders_outside
+        for at, (owner, key, tensor) in list(holders.items()):
             if id(owner) in new:
-                del table.holders_outside[at]
-                table.holders_outside[_identity(new[id(owner)][1], key)] = (new[id(owner)][1], key, tensor)
-        self._earlier = [(new.get(id(owner), (owner, owner))[1], key, tensor) for owner, key, tensor in self._earlier]
+                del holders[at]
+                owner = new[id(owner)]
+                holders[_identity(owner, key)] = owner, key, tensor
+        self._earlier = [(new.get(id(owner), owner), key, tensor) for owner, key, tensor in self._earlier]
+        self._containers = present  # only now, as ids are those of objects that are there
         self._take_holders()
 
     def _follow_views(self) -> None:
