@@ -254,9 +254,9 @@ def changes_variables(changes: Sequence[Change]) -> NotRepeatable:
             "gpumux runs a step's Python only when it captures it: return the value from the step, and put it there in"
             f" the loop (a list: {grown}.append(step(x, y)); what a step returns is a tensor that is already detached)",
         )
-    made = [c for c in changes if c.name.endswith("'s attributes") and type(c.old) is type(c.new) is tuple]
-    if made:
-        first = next(iter(set(made[0].new) - set(made[0].old)), "...")
+    of_objects = [c for c in changes if c.name.endswith("'s attributes") and type(c.old) is type(c.new) is tuple]
+    first = next((name for c in of_objects for name in c.new if name not in c.old), None)
+    if first is not None:
         return NotRepeatable(
             f"the step changes Python variables while it runs: {names}",
             f"give an attribute that the step makes a first value, of its type, before you submit (self.{first} = 0.0"
