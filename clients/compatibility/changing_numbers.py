@@ -711,16 +711,8 @@ class _Annealed(nn.Linear):
 
 def _annealed(train: Train, model: _Annealed) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
     batches = _batches()
-    run = train(step, batches[0], model=model, optimizer=optimizer)
+    run = train(_supervised(model, optimizer), batches[0], model=model, optimizer=optimizer)
     losses = [(run(x, y).item(), model.lamb) for _ in range(EPOCHS) for x, y in batches]
     return losses, model.calls, model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -275,10 +275,11 @@ def stochastic_weight_averaging(train: Train) -> Any:
     return losses, model, swa
 
 
-def _autoencoder(train: Train, model: nn.Module) -> Any:
-    """Losses of a loop in which a model of sequences learns its input, and the model."""
+def _autoencoder(train: Train, model: nn.Module, lengths: Sequence[int] = (6,)) -> Any:
+    """Losses of a loop in which a model of sequences learns its input, and the model. The batches have these lengths in
+    turn."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    batches = [torch.randn(3, 6, 8) for _ in range(BATCHES)]
+    batches = [torch.randn(3, lengths[index % len(lengths)], 8) for index in range(BATCHES)]
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -355,19 +356,7 @@ class _LazyMask(nn.Module):
 
 @idiom("causal masks cached lazily, one for each length")
 def lazy_masks(train: Train) -> Any:
-    model = _LazyMask()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    batches = [torch.randn(3, 4 + index % 3, 8) for index in range(BATCHES)]
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), x)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    run = train(step, (batches[0],), model=model, optimizer=optimizer)
-    return [run(x) for x in batches], model
+    return _autoencoder(train, _LazyMask(), (4, 5, 6))
 
 
 class _Queue(nn.Module):

@@ -33,6 +33,22 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
+def counting(
+    traces: list[int], counts: list[list[int]], steps: int, turn: Callable[[Any, int], Any]
+) -> Callable[[Any], list[Any]]:
+    """A loop of these turns, which adds to `counts` how many traces there were after each."""
+
+    def loop(run: Any) -> list[Any]:
+        out, count = [], []
+        for i in range(steps):
+            out.append(turn(run, i))
+            count.append(len(traces))
+        counts.append(count)
+        return out
+
+    return loop
+
+
 def ordered(i: int) -> Any:
     return collections.OrderedDict(a=0.5, b=1.0)
 
@@ -86,20 +102,15 @@ def test_made_anew_before_each_step(kind: str, holder: str, traces: list[int], e
             opt.step()
             return loss
 
-        def loop(run: Any) -> list[Any]:
+        def turn(run: Any, i: int) -> Any:
             nonlocal held
-            out, count = [], []
-            for i in range(7):
-                if owner is None:
-                    held = make_it(i)
-                else:
-                    owner.it = make_it(i)
-                out.append(run(*DATA[i % 3]))
-                count.append(len(traces))
-            counts.append(count)
-            return out
+            if owner is None:
+                held = make_it(i)
+            else:
+                owner.it = make_it(i)
+            return run(*DATA[i % 3])
 
-        return Work([model], [opt], [(step, DATA[0])], loop)
+        return Work([model], [opt], [(step, DATA[0])], counting(traces, counts, 7, turn))
 
     check(make, endpoint)
     captured = counts[-1]
@@ -143,17 +154,12 @@ def test_made_anew_with_other_tensors(kind: str, last: bool, traces: list[int], 
             opt.step()
             return loss
 
-        def loop(run: Any) -> list[Any]:
-            out, count = [], []
-            for i in range(9):
-                rows = 5 if last and i % 3 == 2 else 6
-                held.it = make_it(*tensors(i, rows))
-                out.append(run(*[t[:rows] for t in DATA[i % 3]]))
-                count.append(len(traces))
-            counts.append(count)
-            return out
+        def turn(run: Any, i: int) -> Any:
+            rows = 5 if last and i % 3 == 2 else 6
+            held.it = make_it(*tensors(i, rows))
+            return run(*[t[:rows] for t in DATA[i % 3]])
 
-        return Work([model], [opt], [(step, DATA[0])], loop)
+        return Work([model], [opt], [(step, DATA[0])], counting(traces, counts, 9, turn))
 
     check(make, endpoint)
     captured = counts[-1]
@@ -167,7 +173,7 @@ def test_a_dictionary_with_a_tensor_that_comes_and_goes(endpoint: str) -> None:
 
     def make() -> Work:
         model, held = net(), types.SimpleNamespace(it={"a": tensors(0)[0]})
-        held.same: Any = held.it
+        held.same = held.it
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
