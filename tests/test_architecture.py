@@ -4,8 +4,10 @@ and what `import gpumux` costs."""
 from __future__ import annotations
 
 import ast
+import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -104,7 +106,17 @@ def modules() -> dict[str, Path]:
 
 @cache
 def nodes(source: str) -> tuple[ast.AST, ...]:
+    """The module, and all that is in it."""
     return tuple(ast.walk(ast.parse(source)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def million_nodes() -> Iterator[None]:
+    """Of all modules, kept while these tests run. To look for garbage among them would take longer than to make them."""
+    gc.disable()
+    yield
+    nodes.cache_clear()
+    gc.enable()
 
 
 def imports_of(name: str, source: str, *, is_package: bool) -> list[Import]:
@@ -385,7 +397,9 @@ def twice(sources: list[str]) -> set[str]:
     seen: set[str] = set()
     again: set[str] = set()
     for source in sources:
-        for node in ast.parse(source).body:
+        tree = nodes(source)[0]
+        assert isinstance(tree, ast.Module)
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 (again if node.name in seen else seen).add(node.name)
     return again
