@@ -112,7 +112,7 @@ def nodes(source: str) -> tuple[ast.AST, ...]:
 
 @pytest.fixture(scope="module", autouse=True)
 def million_nodes() -> Iterator[None]:
-    """Of all modules, kept while these tests run. To look for garbage among them would take longer than to make them."""
+    """Of all modules, kept while these tests run. To look for garbage among them takes longer than to make them."""
     gc.disable()
     yield
     nodes.cache_clear()
