@@ -11,7 +11,6 @@ from __future__ import annotations
 import builtins
 import inspect
 import logging
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from gpumux.capture.gpu.loss_scaling import Scaling
 from gpumux.capture.source import by_numbers, is_user_code, reader, user_line
 from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Scope, is_lifted, is_symbol, of_enumeration
+from gpumux.capture.values import functions
 from gpumux.capture.values.conjugates import Conjugates
 from gpumux.capture.values.products import product
 from gpumux.capture.watch.walk import Origin, of_path
@@ -177,32 +177,6 @@ def _text_guard(name: str) -> Callable[..., Any]:
         )
 
     return here(plain, method)
-
-
-_MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "log2", "log10")
-
-
-def _math_wrapper(scope: Scope, name: str) -> Callable[..., Any]:
-    plain = getattr(math, name)
-
-    def wrapper(*args: Any) -> Any:
-        if len(args) == 1 and is_symbol(args[0]):
-            return scope.symbol(scope.apply(name, scope.lift(args[0])))
-        return plain(*args)
-
-    return wrapper
-
-
-def _pow_wrapper(scope: Scope) -> Callable[[Any, Any], Any]:
-    plain = math.pow
-
-    def wrapper(a: Any, b: Any) -> Any:
-        if is_symbol(a) or is_symbol(b):
-            fa, fb = scope.apply("float", scope.lift(a)), scope.apply("float", scope.lift(b))
-            return scope.symbol(scope.apply("pow", fa, fb))
-        return plain(a, b)
-
-    return wrapper
 
 
 # Fused optimizers pass hyperparameters to operators whose schemas say `float`. There torch reads the plain value of a
@@ -378,15 +352,6 @@ def _and_cpu(known: Callable[..., list[str]]) -> Callable[..., list[str]]:
     return lambda *args, **kwargs: [*known(*args, **kwargs), "cpu"]
 
 
-# Modules of schedules that begin with float(current_step), which Python gives the very value of a step alone. They call
-# `float`, and compare no types with it.
-_SCHEDULES = ("transformers.optimization", "diffusers.optimization")
-
-
-def _to_float(value: Any) -> Any:
-    return torch.sym_float(value) if is_symbol(value) else float(value)
-
-
 @contextmanager
 def patched(
     scope: Scope, tape: RngTape, scaling: Scaling, conjugates: Conjugates, *,
@@ -418,8 +383,7 @@ def patched(
         *((torch, name, here(getattr(torch, name), _fused_wrapper(scope, name))) for name in _FUSED),
         (DistributedDataParallel, "forward", here(DistributedDataParallel.forward, _of_one_process)),
         *_collectives(),
-        *((module, "float", here(float, _to_float)) for name in _SCHEDULES if (module := sys.modules.get(name))),
-        (math, "pow", _pow_wrapper(scope)), *((math, name, _math_wrapper(scope, name)) for name in _MATH),
+        *functions.swaps(scope),
     ]  # fmt: skip
     if not gpu:
         swaps.append((torch, "as_tensor", here(torch.as_tensor, _as_tensor)))

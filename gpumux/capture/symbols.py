@@ -44,6 +44,17 @@ def _truediv(a: Number, b: Number) -> float:
     return a / b
 
 
+# Functions of numpy that a step may apply to a number. Their values may differ from those of `math` in the last bit.
+NUMPY = (
+    "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sqrt", "cos", "sin", "tanh", "rint",
+)  # fmt: skip
+
+
+def _of_numpy(name: str) -> Callable[[Number], Number]:
+    function = getattr(numpy, name)
+    return lambda number: function(number).item()
+
+
 OPS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": _truediv, "neg": operator.neg,
     "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow, "abs": abs, "pos": operator.pos,
@@ -53,6 +64,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "round": round, "trunc": math.trunc, "tanh": math.tanh, "floor": math.floor, "ceil": math.ceil, "log2": math.log2,
     "log10": math.log10, "f32.add": _rounded(operator.add), "f32.sub": _rounded(operator.sub),
     "f32.mul": _rounded(operator.mul), "f32.div": _rounded(operator.truediv), "f32.cast": _f32,
+    **{f"numpy.{name}": _of_numpy(name) for name in NUMPY},
 }  # fmt: skip
 
 

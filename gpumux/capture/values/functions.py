@@ -1,0 +1,115 @@
+"""Functions of Python numbers that a trace replaces, so that they take symbols: those of `math` and numpy, and `float`.
+
+Python gives `float(n)` the very value of a symbol, and a trace that used it holds for that value alone. The name is
+replaced in the modules that were seen to do so, whose source calls `float` and does nothing else with it: for another
+use (`type(x) is float`) a function is no substitute.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gpumux.capture.source import is_user_code
+from gpumux.capture.swapping import here
+from gpumux.capture.symbols import NUMPY, Scope, is_symbol
+
+_MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "log2", "log10")
+
+# Modules that call float(n), by name, and whether `float` may be replaced in them. Those named here are schedules that
+# begin with float(current_step).
+_FLOATS: dict[str, bool] = {"transformers.optimization": True, "diffusers.optimization": True}
+
+
+def swaps(scope: Scope) -> Iterator[tuple[Any, str, Any]]:
+    """What is to be replaced for the length of a trace: (owner, name, by what)."""
+    yield math, "pow", _pow(scope)
+    for name in _MATH:
+        yield math, name, _of_math(scope, name)
+    for kind in (torch.SymFloat, torch.SymInt):
+        for name in NUMPY:
+            yield kind, name, _of_numpy(name)
+    for name, may in _FLOATS.items():
+        if may and (module := sys.modules.get(name)) is not None and "float" not in vars(module):
+            yield module, "float", here(float, _to_float)
+    for kind, method in ((torch.SymFloat, "__float__"), (torch.SymInt, "__index__")):
+        yield kind, method, _noting(getattr(kind, method))
+
+
+def _of_math(scope: Scope, name: str) -> Callable[..., Any]:
+    plain = getattr(math, name)
+
+    def function(*args: Any) -> Any:
+        if len(args) == 1 and is_symbol(args[0]):
+            return scope.symbol(scope.apply(name, scope.lift(args[0])))
+        return plain(*args)
+
+    return function
+
+
+def _pow(scope: Scope) -> Callable[[Any, Any], Any]:
+    plain = math.pow
+
+    def function(a: Any, b: Any) -> Any:
+        if is_symbol(a) or is_symbol(b):
+            fa, fb = scope.apply("float", scope.lift(a)), scope.apply("float", scope.lift(b))
+            return scope.symbol(scope.apply("pow", fa, fb))
+        return plain(a, b)
+
+    return function
+
+
+def _of_numpy(name: str) -> Callable[[Any], Any]:
+    """A method that numpy's function of this name calls where it is given a symbol, as it does with all objects that it
+    does not know."""
+
+    def method(self: Any) -> Any:
+        scope = self.node.scope
+        return scope.symbol(scope.apply(f"numpy.{name}", self.node.expr))
+
+    return method
+
+
+# ---- float
+
+
+def _to_float(value: Any = 0.0) -> Any:
+    return torch.sym_float(value) if is_symbol(value) else float(value)
+
+
+def _noting(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A method by which Python reads the value of a symbol. If code does that by float(n), its module is noted, and the
+    next trace replaces `float` there."""
+
+    def method(self: Any) -> Any:
+        caller = sys._getframe(1)
+        if is_symbol(self) and "float" in caller.f_code.co_names and is_user_code(caller.f_code):
+            name = caller.f_globals.get("__name__", "")
+            module = sys.modules.get(name)
+            if name not in _FLOATS and module is not None and vars(module) is caller.f_globals:
+                _FLOATS[name] = "float" not in vars(module) and _is_called_alone(module, "float")
+        return plain(self)
+
+    return method
+
+
+def _is_called_alone(module: Any, name: str) -> bool:
+    """Whether a module's source does nothing with a built-in type but call it with one argument, annotate with it, and
+    give it to a parser of arguments (`type=float`), and whether its source is there."""
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError, SyntaxError):
+        return False  # made by exec, or in a notebook
+    nodes = list(ast.walk(tree))
+    called = {id(n.func) for n in nodes if isinstance(n, ast.Call) and len(n.args) == 1 and not n.keywords}
+    parsed = {id(n.value) for n in nodes if isinstance(n, ast.keyword) and n.arg == "type"}
+    notes = [getattr(n, of) for n in nodes for of in ("annotation", "returns") if getattr(n, of, None) is not None]
+    annotated = {id(n) for note in notes for n in ast.walk(note)}
+    uses = [n for n in nodes if isinstance(n, ast.Name) and n.id == name]
+    return all(id(n) in called | parsed | annotated for n in uses)

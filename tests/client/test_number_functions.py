@@ -1,0 +1,133 @@
+"""Functions of numbers that change (numpy's, `float`): one Program for all values, and the plain loop's bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from gpumux import client
+from gpumux.capture.symbols import NUMPY
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+VALUES = [0.5, 1.0, 0.0, -0.0, 2.0, 3.0, -1.5, float("inf"), float("nan"), 1e-300, 0.1, 7, 1234.5]
+STEPS = 40
+
+RAMPS = """
+import argparse
+import numpy as np
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--consistency", type=float, default=100.0)
+    return parser
+
+def sigmoid_rampup(current: float, length: float) -> float:
+    current = np.clip(current, 0.0, length)
+    phase = 1.0 - current / length
+    return float(np.exp(-5.0 * phase * phase))
+
+def linear_rampup(current, length):
+    return float(np.clip(current / length, 0.0, 1.0))
+
+def cosine_rampdown(current, length):
+    return float(0.5 * (np.cos(np.pi * current / length) + 1))
+
+def fraction(current, length):
+    return float(current) / float(max(1, length))
+"""
+TYPES = """
+def scale(n):
+    return float(n) * (2.0 if type(0.5) is float else 3.0)
+"""
+OF_ITS_OWN = """
+def float(n):
+    return n * 0.25
+
+def scale(n):
+    return float(n)
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[Callable[[str], ModuleType]]:
+    """A module of the user's with this source."""
+    made: list[str] = []
+
+    def write(source: str) -> ModuleType:
+        name = f"ramps_of_{tmp_path.name}_{len(made)}"
+        (path := tmp_path / f"{name}.py").write_text(source)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        made.append(name)
+        spec.loader.exec_module(module)
+        return module
+
+    yield write
+    for name in made:
+        del sys.modules[name]
+
+
+def programs(weight: Callable[[int], Any], endpoint: str, steps: int = STEPS) -> int:
+    """Of a job whose step weighs its result by a counter of the script. Each result is the plain step's."""
+    counter = 0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.square() * weight(counter) + x
+
+    with client.submit(step, example=(X,), endpoint=endpoint) as job:
+        for counter in range(steps):
+            assert torch.equal(job.step(X).result(), step(X)), counter
+        return len(job._remote.programs)
+
+
+@pytest.mark.parametrize("ramp", ["sigmoid_rampup", "linear_rampup", "cosine_rampdown", "fraction"])
+def test_a_ramp_has_one_program_for_each_decision(
+    ramp: str, written: Callable[[str], ModuleType], endpoint: str
+) -> None:
+    function = getattr(written(RAMPS), ramp)
+    # the first; one for a value, by which it is seen that it is read; then one below the end of the ramp and one above
+    assert programs(lambda n: function(n, 20), endpoint) <= 5
+
+
+@pytest.mark.parametrize("source", [TYPES, OF_ITS_OWN])
+def test_float_is_what_it_is_in_a_module_that_does_more_with_it(
+    source: str, written: Callable[[str], ModuleType], endpoint: str
+) -> None:
+    programs(written(source).scale, endpoint, 8)
+
+
+def test_float_of_a_function_without_a_source(endpoint: str) -> None:
+    made: dict[str, Any] = {"__name__": "a module that is nowhere"}
+    exec("def scale(n):\n    return float(n) * 2", made)  # noqa: S102 - as a notebook runs its cells
+    programs(made["scale"], endpoint, 8)
+
+
+def test_float_is_the_type_again_after_a_trace(written: Callable[[str], ModuleType], endpoint: str) -> None:
+    module = written(RAMPS)
+    programs(lambda n: module.fraction(n, 20), endpoint, 8)
+    assert "float" not in vars(module)
+    assert module.options().parse_args(["--consistency", "2.5"]).consistency == 2.5
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_a_function_of_numpys_has_its_own_bits(name: str, endpoint: str) -> None:
+    function = getattr(numpy, name)
+    with (
+        numpy.errstate(all="ignore"),
+        client.submit(lambda x, a: x * function(a), example=(X, 0.25), endpoint=endpoint) as job,
+    ):
+        for value in VALUES:
+            plain = X * function(value)
+            torch.testing.assert_close(job.step(X, value).result(), plain, rtol=0, atol=0, equal_nan=True)
+        assert len(job._remote.programs) <= 4, "of a float, of an integer, and of each as a number of each step"
