@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import io
 import random
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -61,6 +63,39 @@ def annealed_weight(train: Train) -> Any:
         alpha = 0.5**epoch
         losses += [run(x, y) for x, y in batches]
     return losses, model
+
+
+def _sigmoid_rampup(current: int, length: int) -> float:
+    """https://arxiv.org/abs/1610.02242"""
+    phase = 1.0 - np.clip(current, 0.0, length) / length
+    return float(np.exp(-5.0 * phase * phase))
+
+
+@idiom("Mean Teacher's ramp-up, computed with numpy in the step: float(np.exp(-5 * phase * phase))")
+def rampup_of_numpy(train: Train) -> Any:
+    student, optimizer = _classifier(dropout=0.2)
+    teacher = copy.deepcopy(student)
+    batches = _batches()
+    steps = {"count": 0}
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        logits = student(x)
+        with torch.no_grad():
+            target = teacher(x).softmax(-1)
+        weight = 0.5 * _sigmoid_rampup(steps["count"], 10)
+        loss: Tensor = F.cross_entropy(logits, y) + weight * F.mse_loss(logits.softmax(-1), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        steps["count"] += 1
+        alpha = min(1 - 1 / (steps["count"] + 1), 0.9)
+        with torch.no_grad():
+            for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
+                mine.mul_(alpha).add_(theirs, alpha=1 - alpha)
+        return loss
+
+    run = train(step, batches[0], model=student, optimizer=optimizer)
+    return [run(*batches[i % BATCHES]) for i in range(14)], student, teacher
 
 
 @idiom("loss weights in a dictionary, made anew before each step: weights = {'ce': 1.0, 'entropy': a}")
