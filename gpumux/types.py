@@ -160,7 +160,8 @@ class DeviceInfo:
     """Facts about a device. `parallel` is how many pieces it can truly run at once, None if only
     windows limit it. `threads` is intra-op threads a piece (CPU), 0 if it has no meaning. `checks` is the number of
     Programs it checks at once. `shares` are the parts of its multiprocessors a launch can be confined to, largest first
-    (only 1.0: it can confine nothing)."""
+    (only 1.0: it can confine nothing). `run_s`: consecutive pieces that take so long together may be one launch where
+    no high job is open; 0: it launches each by itself."""
 
     kind: str
     name: str
@@ -171,6 +172,7 @@ class DeviceInfo:
     piece_target_s: dict[str, float]  # by priority name, lower case: the length of a piece to aim at
     checks: int = 2
     shares: tuple[float, ...] = (1.0,)
+    run_s: float = 0.0
 
 
 # ---- Events that a device emits and the scheduler takes. Named tuples where there is one for every piece, since they

@@ -85,7 +85,7 @@ class CommandRunner:
         self._device.launch(
             Launch(
                 c.launch, c.job, c.step, c.program, c.cut, c.piece, step.slot, step.scalars, c.stream, c.share,
-                submitted,
+                submitted, c.pieces,
             )
         )  # fmt: skip
 

@@ -84,8 +84,9 @@ def counted_twice(transients: Iterable[tuple[int | None, int]]) -> int:
 
 
 class Launch(NamedTuple):
-    """One piece of one step. `slot`: the step's slot in the program's data segment. `scalars`: the step's host scalars,
-    as many as the Program declares, sent with every piece."""
+    """One piece of one step, or `pieces` that follow each other (DeviceInfo.run_s). `slot`: the step's slot in the
+    program's data segment. `scalars`: the step's host scalars, as many as the Program declares, sent with every
+    piece."""
 
     launch: LaunchId
     job: JobId
@@ -98,6 +99,7 @@ class Launch(NamedTuple):
     stream: int  # priority of the stream, larger runs first
     share: float = 1.0  # part of the multiprocessors it may use, one of DeviceInfo.shares
     submitted: float | None = None  # see Answering; only with the piece that ends its step
+    pieces: int = 1
 
 
 # ---- Events, from poll(): these, and those in gpumux/types.py, which the scheduler takes as they are.

@@ -266,6 +266,7 @@ class LaunchPiece(NamedTuple):
     stream: int  # priority, larger first
     share: float = 1.0  # part of the multiprocessors it may use
     submitted: float | None = None  # with the step's last piece: when the step was, so that the device can answer it
+    pieces: int = 1  # from `piece` on
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def held(state: SchedulerState, hold: Hold) -> str:
 
 def doing(state: SchedulerState, job: ScheduledJob) -> str:
     """What the job does or waits for, as a sentence without its subject and stop."""
-    blocked, out = job.blocked(), counted(job.outstanding, "piece")
+    blocked, out = job.blocked(), counted(sum([step.launched - step.done for step in job.steps()]), "piece")
     if blocked == "empty":
         what = "has nothing queued" + (f", and {out} on the device" if job.outstanding else "")
     elif blocked == "program":

@@ -102,11 +102,13 @@ class Paced(Policy):
         self._high = window(config.high_launches, config.high_window_s, Priority.HIGH)
         self._low = window(config.low_launches, config.low_window_s, Priority.LOW)
         self._low_idle = window(config.low_idle_launches, config.low_idle_window_s, Priority.LOW)
+        seconds = max(self._low_idle.seconds, self._low_idle.launches * info.run_s)
+        self._low_runs = self._low_idle._replace(seconds=config.low_idle_window_s or seconds)
 
     def limit(self, windows: Windows, priority: Priority) -> Limit:
         if priority is _HIGH:
             return self._high
-        return self._low if windows.active(_HIGH) else self._low_idle
+        return self._low_runs if windows.in_runs else self._low if windows.active(_HIGH) else self._low_idle
 
     def choose(self, windows: Windows, now: float) -> NextLaunch | None:
         for priority in _BY_RANK:
@@ -130,6 +132,8 @@ class Guarded(Paced):
     def limit(self, windows: Windows, priority: Priority) -> Limit:
         if priority is _HIGH:
             return self._high
+        if windows.in_runs:
+            return self._low_runs
         return self._beside[self._guard.low_window.width] if windows.active(_HIGH) else self._low_idle
 
     def choose(self, windows: Windows, now: float) -> NextLaunch | None:

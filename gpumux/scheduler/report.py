@@ -212,7 +212,7 @@ def all_out(state: SchedulerState) -> list[LaunchInfo]:
 
 def _out(launch: Outstanding) -> LaunchInfo:
     step, piece = launch.step, launch.piece
-    first, end = step.bounds[piece], step.bounds[piece + 1]
+    first, end = step.bounds[piece], step.bounds[piece + launch.pieces]
     return LaunchInfo(launch.id, launch.job.id, step.id, step.program.id, piece, first, end, launch.share)
 
 

@@ -241,7 +241,7 @@ def remember_name(state: SchedulerState, job: ScheduledJob) -> None:
 def device_opened(state: SchedulerState, event: ev.DeviceOpened) -> None:
     if state.info is not None:
         return ignore(state)
-    state.info = event.info
+    state.info, state.windows.run_s = event.info, event.info.run_s  # before there are jobs
     state.policy = state.policy_class(state.config, event.info)
     state.guard = state.policy.guard
     return state.ledger.open_device(event.info.memory_bytes)
@@ -285,7 +285,7 @@ def job_requested(state: SchedulerState, event: ev.JobRequested) -> None:
     state.ledger.add_job(job)
     if job.id in state.ledger.reservations.by_job:
         state.ledger.take_up(job)
-    state.windows.weigh(job, state.jobs.values())
+    state.windows.add_job(job, state.jobs.values())
     record(state, job.id, None, "opened", job.priority.name.lower(), job.weight)
     return state.commands.append(AcceptJob(session.id, job.id, fresh=True))
 
@@ -596,9 +596,9 @@ def piece_done(state: SchedulerState, event: PieceDone) -> None:
         return None  # its step is answered; only its room in the window had to be given back
     if launch.piece == 0:
         step.started = event.started
-    step.done += 1
+    step.done += launch.pieces
     step.device_s += seconds
-    record(state, job.id, step.id, "done", launch.piece, seconds * 1e3)
+    record(state, job.id, step.id, "done", launch.which, seconds * 1e3)
     if step.done == len(step.pieces):
         _finish_step(state, job, step, event)
     return refresh(state, job)
@@ -775,17 +775,17 @@ class Scheduler:
         launch_id = LaunchId(next(state.launch_ids))
         limit = policy.limit(windows, job.priority)
         launch = windows.launch(launch_id, job, step, limit, choice.share, state.now)
-        step.launched += 1
+        step.launched += launch.pieces
         if step.wave is not None:
             job.younger_last = step is not job.queue[0]
         if state.guard is not None:
             state.guard.launched(launch, windows)
-        record(state, job.id, step.id, "launched", launch.piece, len(step.pieces), launch_id, choice.stream, step.cut)
+        record(state, job.id, step.id, "launched", launch.which, len(step.pieces), launch_id, choice.stream, step.cut)
         last = step.launched == len(step.pieces)
         state.commands.append(
             LaunchPiece(
                 launch_id, job.id, step.id, step.program.id, step.cut, launch.piece, choice.stream, choice.share,
-                step.submitted if last else None,
+                step.submitted if last else None, launch.pieces,
             )
         )  # fmt: skip
         if last:

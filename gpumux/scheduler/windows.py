@@ -13,7 +13,7 @@ from math import inf
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from gpumux.scheduler.jobs import JobState, JobStep, ScheduledJob
-from gpumux.types import LaunchId, Priority
+from gpumux.types import JobId, LaunchId, Priority
 
 # ---- The order of ready jobs within a class: start-time fair queueing by weight and measured device time.
 #
@@ -230,17 +230,25 @@ class Limit(NamedTuple):
 
 
 class Outstanding:
-    """One outstanding piece, launched at `at`. `limit`, `count_before` and `seconds_before` are the window's limit and
-    content when it was launched; the invariants check them."""
+    """One outstanding launch, made at `at`, of a piece, or of several `pieces` from `piece` on. `limit`, `count_before`
+    and `seconds_before` are the window's limit and content when it was made; the invariants check them."""
 
-    __slots__ = ("at", "count_before", "id", "job", "limit", "piece", "predicted", "seconds_before", "share", "step")
+    __slots__ = (
+        "at", "count_before", "id", "job", "limit", "piece", "pieces", "predicted", "seconds_before", "share", "step",
+    )  # fmt: skip
 
     def __init__(
         self, *, id: LaunchId, job: ScheduledJob, step: JobStep, piece: int, predicted: float, at: float,  # noqa: A002
-        limit: Limit, count_before: int, seconds_before: float, share: float,
+        limit: Limit, count_before: int, seconds_before: float, share: float, pieces: int = 1,
     ) -> None:  # fmt: skip
         self.id, self.job, self.step, self.piece, self.predicted, self.at = id, job, step, piece, predicted, at
         self.limit, self.count_before, self.seconds_before, self.share = limit, count_before, seconds_before, share
+        self.pieces = pieces
+
+    @property
+    def which(self) -> int | str:
+        """The piece or pieces, for the history."""
+        return self.piece if self.pieces == 1 else f"{self.piece} to {self.piece + self.pieces - 1}"
 
 
 @dataclass(slots=True, eq=False)
@@ -265,6 +273,9 @@ class Windows:
         self.low_ready, self.high_ready = make_queue(order), make_queue(order)
         self.ready: tuple[ReadyQueue, ...] = (self.low_ready, self.high_ready)
         self.active_jobs = [0 for _ in Priority]
+        self.run_s = 0.0  # DeviceInfo.run_s
+        self.in_runs = False  # whether several pieces may be one launch: no high job is open, whatever it does
+        self._open_high: set[JobId] = set()
 
     # ---- what policies read
 
@@ -286,6 +297,11 @@ class Windows:
 
     # ---- what the scheduler changes
 
+    def add_job(self, job: ScheduledJob, jobs: Collection[ScheduledJob]) -> None:
+        """The job, one of `jobs`, was opened."""
+        self._opened(job.id, job.priority is Priority.HIGH)
+        self.weigh(job, jobs)
+
     def update(self, job: ScheduledJob) -> None:
         """Add the job to the ready queue or remove it, and count it as active or not. Called after every change to
         it."""
@@ -303,12 +319,15 @@ class Windows:
     def launch(
         self, launch_id: LaunchId, job: ScheduledJob, step: JobStep, limit: Limit, share: float, now: float
     ) -> Outstanding:
-        """Count the next piece of the job's next step as outstanding."""
+        """Count the next piece of the job's next step as outstanding, or several that are one launch."""
         window = self.by_class[job.priority]
-        predicted = step.pieces[step.launched]
+        pieces, predicted = 1, step.pieces[step.launched]
+        if self.in_runs and step.wave is None and step.lease is None:
+            most = min(self.run_s, limit.seconds - window.seconds) if window.launches else self.run_s
+            pieces, predicted = _run(step, predicted, most)
         launch = Outstanding(
             id=launch_id, job=job, step=step, piece=step.launched, predicted=predicted, at=now, limit=limit,
-            count_before=len(window.launches), seconds_before=window.seconds, share=share,
+            count_before=len(window.launches), seconds_before=window.seconds, share=share, pieces=pieces,
         )  # fmt: skip
         window.launches[launch_id] = launch
         window.seconds += predicted
@@ -364,6 +383,7 @@ class Windows:
         if job.active:
             self.active_jobs[job.priority] -= 1
             self.active_jobs[priority] += 1
+        self._opened(job.id, priority is Priority.HIGH)
         job.priority, job.served, job.pending = priority, 0.0, 0.0
         self.weigh(job, jobs)
 
@@ -380,4 +400,24 @@ class Windows:
         """Remove everything of the job, and return the ids of its launches."""
         dropped = self.drop_launches(job)
         self.ready[job.priority].purge(job)
+        self._opened(job.id, False)
         return dropped
+
+    def _opened(self, job: JobId, high: bool) -> None:
+        """Note whether the job is an open high one."""
+        (self._open_high.add if high else self._open_high.discard)(job)
+        self.in_runs = self.run_s > 0.0 and not self._open_high
+
+
+def _run(step: JobStep, first_s: float, most_s: float) -> tuple[int, float]:
+    """How many pieces of the step the next launch is made of where it may take `most_s`, and what they take: one at
+    least, which takes `first_s`, and none behind a collective, which begins when a piece has ended.
+
+    Each launch takes processor time of the daemon. What is launched can't be called back, which matters to high jobs
+    alone: those to come are opened, and capture their steps, long before their first one."""
+    end = step.gated[step.met] if step.met < len(step.gated) else len(step.pieces)
+    at, seconds = step.launched + 1, first_s
+    while at < end and seconds + step.pieces[at] <= most_s:
+        seconds += step.pieces[at]
+        at += 1
+    return at - step.launched, seconds

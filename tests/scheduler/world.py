@@ -82,6 +82,7 @@ class World:
     def __init__(self, policy: str = "paced", info: DeviceInfo | None = INFO, **config: object) -> None:
         self.scheduler = Scheduler(SchedulerConfig(policy=policy, **config))
         self.policy = policy
+        self.run_s = info.run_s if info is not None else 0.0
         self.now = 0.0
         self.jobs: dict[str, View] = {}
         self.sessions: set[str] = set()
@@ -216,7 +217,7 @@ class World:
         view.out.pop(0)
         for item in view.items:
             if item.program is not None and item.id == piece.step:
-                item.done += 1
+                item.done += piece.pieces
         started = self.now
         self.now += seconds
         return self.give(PieceDone(launch, started, self.now, False, suspended, fault), after=0.0)
@@ -312,8 +313,14 @@ class World:
             if v.priority is Priority.HIGH
         )
         idle_s = self.scheduler.config.low_idle_window_s or 2 * 4 * 300e-6
+        if self.in_runs():
+            return 4, max(idle_s, 4 * self.run_s)
         beside = 4 if self.policy == "guarded" else 1  # the guard widens it where that costs nothing
         return (beside, beside * 2 * 300e-6) if active else (4, idle_s)
+
+    def in_runs(self) -> bool:
+        """Whether several pieces may be one launch."""
+        return self.run_s > 0 and not any(v.priority is Priority.HIGH for v in self.jobs.values())
 
     def observe(self, command: cmd.Command) -> None:
         name = type(command).__name__
@@ -332,7 +339,12 @@ class World:
             ahead.gated = view.gated[c.program]
         assert (c.cut, c.piece) == (ahead.cut, ahead.launched), f"{c} is not the next piece of {ahead}"
         assert not ahead.waits, f"{c} was made before its collective had ended"
-        predicted = ahead.pieces[c.piece]
+        predicted = sum(ahead.pieces[c.piece : c.piece + c.pieces])
+        if c.pieces > 1:
+            assert self.in_runs(), f"{c} covers several pieces"
+            assert predicted <= self.run_s + LAX, f"{c} takes {predicted} s"
+            crossed = [piece for piece in ahead.gated[ahead.met :] if piece < c.piece + c.pieces]
+            assert not crossed, f"{c} crosses a collective"
         assert view.wanted in (None, view.priority), "a job that is about to change its class was launched"
         before = self.out(view.priority.name)
         launches, seconds = self.window(view.priority)
@@ -341,7 +353,7 @@ class World:
         assert not before or held + predicted <= seconds + LAX, f"{c} made with {held} s out, {seconds} s allowed"
         assert c.stream == (0 if self.policy == "fifo" else int(view.priority))
         assert c.launch not in self.predicted, "a launch id was used twice"
-        ahead.launched += 1
+        ahead.launched += c.pieces
         self.launches[c.launch] = c
         self.predicted[c.launch] = predicted
         view.out.append(c.launch)

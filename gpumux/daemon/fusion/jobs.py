@@ -899,9 +899,7 @@ class JobFusion:
                 self._context.metrics.launched(Priority.LOW)
                 step = group.steps[c.step]
                 self._device.launch(
-                    Launch(
-                        c.launch, c.job, c.step, c.program, c.cut, c.piece, step.slot, step.scalars, c.stream, c.share
-                    )
+                    Launch(*c[:6], step.slot, step.scalars, c.stream, c.share, submitted=None, pieces=c.pieces)
                 )
             case ev.FinishStep():
                 self._finished(group, c)

@@ -114,6 +114,7 @@ _CAP_SYS_NICE = 23
 _NORMAL = 20  # RLIMIT_NICE that allows niceness 0
 MOST_NICE = 19
 PIECE_S = 0.002
+RUN_S = 0.008  # of pieces that are one launch: each launch takes 0.1 to 0.2 ms of the daemon's processor time
 OPEN_S = 120.0
 CLOSE_S = 10.0
 NO_FUSER = Fault("not_fusible", "this device was given nothing that fuses Programs", "let its jobs run by themselves")
@@ -180,7 +181,9 @@ class CpuDevice(DeviceBase[ExecutorRecord]):
             raise
         targets = {"low": PIECE_S, "high": PIECE_S}
         torch, width = str(warm["torch"]), self._parallel
-        return DeviceInfo("cpu", cpu_name(), self._total, width, self._threads, torch, targets, self._checks_at_once)
+        return DeviceInfo(
+            "cpu", cpu_name(), self._total, width, self._threads, torch, targets, self._checks_at_once, run_s=RUN_S
+        )
 
     def filenos(self) -> Sequence[int]:
         return self._fds
@@ -564,9 +567,9 @@ def send(channel: Channel, command: Command | UnscheduledCommand) -> Fault | Non
 
 def _send(channel: Channel, command: Command | UnscheduledCommand) -> None:
     if isinstance(command, Launch):
-        launch, _, step, program, cut, piece, slot, _, _, _, submitted = command
+        launch, _, step, program, cut, piece, slot, _, _, _, submitted, pieces = command
         head = LAUNCH_HEAD.pack(
-            LAUNCH, launch, step, program, cut, piece, slot, -1.0 if submitted is None else submitted
+            LAUNCH, launch, step, program, cut, piece, pieces, slot, -1.0 if submitted is None else submitted
         )
         # The executor keeps a step's scalars: they go with its first piece only.
         if command.piece == 0:

@@ -310,8 +310,8 @@ class Executor:
                 self._profile(unpack(body)[0])
 
     def _launch(self, body: memoryview, fds: list[int]) -> bool:
-        """Run a piece and report it. Returns False if the job failed."""
-        launch, step, program, cut, piece, slot, submitted = _LAUNCH_BODY.unpack_from(body)
+        """Run a piece, or several, and report it. Returns False if the job failed."""
+        launch, step, program, cut, piece, pieces, slot, submitted = _LAUNCH_BODY.unpack_from(body)
         scalars = unpack(_take(fds[0]) if fds else body[_HEAD:]) if piece == 0 else None
         waits = self._waits
         before = waits.seconds() if waits is not None else 0.0
@@ -328,7 +328,8 @@ class Executor:
             group = self._groups.get(program)
             if group is not None and scalars is not None:
                 scalars = group.begin(scalars)
-            ended_step = loaded.run(step, cut, piece, slot, scalars)
+            for each in range(piece, piece + pieces):
+                ended_step = loaded.run(step, cut, each, slot, scalars if each == 0 else None)
             if group is not None and ended_step:
                 group.end()
         except GpumuxError as error:
@@ -346,8 +347,8 @@ class Executor:
             self._channel.send(STEP_FAILED, said)
             return True
         self._channel.sock.send(DONE_BODY.pack(DONE, launch, started, ended, answered, suspended))
-        if self._peers is not None and loaded.waits(cut, piece + 1):
-            self._gates[step] = loaded, piece + 1
+        if self._peers is not None and loaded.waits(cut, piece + pieces):
+            self._gates[step] = loaded, piece + pieces
         if self._gates and not self._answers.earlier_step(min(self._gates)):
             self._exchange(min(self._gates), ended)
         if ended_step:

@@ -92,9 +92,9 @@ class Listing:
     def describe(self, launch: Launch, last_op: int | None) -> str:
         """The operators that the process was running when it died; `last_op` is the one that it named last."""
         bounds = self.bounds.get(launch.cut)
-        if bounds is None or not 0 <= launch.piece < len(bounds) - 1:
+        if bounds is None or not 0 <= launch.piece <= len(bounds) - 1 - launch.pieces:
             return f"piece {launch.piece} of cut {launch.cut}"
-        start, stop = bounds[launch.piece], bounds[launch.piece + 1]
+        start, stop = bounds[launch.piece], bounds[launch.piece + launch.pieces]
         if last_op is not None and start <= last_op < stop:
             return f"operator {last_op} ({self.table[self.ops[last_op]]})"
         distinct = list(dict.fromkeys(self.table[i] for i in self.ops[start:stop]))

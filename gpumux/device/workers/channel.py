@@ -78,7 +78,7 @@ MAX_TEXT = 4000  # characters of a fault's text
     STEP_FAILED,
 ) = range(20, 32)
 
-LAUNCH_HEAD = struct.Struct("<BqqqIIId")  # tag, launch, step, program, cut, piece, slot, submitted or -1
+LAUNCH_HEAD = struct.Struct("<BqqqIIIId")  # tag, launch, step, program, cut, piece, pieces, slot, submitted or -1
 DONE_BODY = struct.Struct("<Bqdd?d")  # tag, launch, started, ended, answered, suspended
 
 

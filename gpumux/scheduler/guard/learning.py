@@ -181,7 +181,7 @@ class CostLearner:
             delay = low.began - low.at
             if delay < MOST_LATE_S:
                 view.launch_delay += (SMOOTHING if view.launch_delay else 1.0) * (delay - view.launch_delay)
-        if low.only_launch:
+        if low.only_launch and launch.pieces == 1:
             late = ended - low.at - low.predicted
             if late < low.predicted:
                 view.launch_overhead += SMOOTHING * (max(0.0, late) - view.launch_overhead)

@@ -11,7 +11,7 @@ from gpumux.device.base import ProgramRefused
 from gpumux.device.cpu.device import CpuDevice
 from gpumux.device.run.schema import CurrentNumerics
 from gpumux.program.ir import Numerics, Program, TensorRef
-from gpumux.types import JobDied, JobId, JobSpec, ProgramReady
+from gpumux.types import JobDied, JobId, JobSpec, PieceDone, ProgramReady
 from tests.device.harness import Driver
 from tests.program import samples
 
@@ -32,6 +32,51 @@ def test_a_job_draws_from_a_generator_of_its_own_seed(driver: Driver) -> None:
     assert got[0] == direct
     assert got[1] == direct
     assert got[2] != direct
+
+
+def doublings(times: int) -> Program:
+    """input: float32[64], doubled so many times, each time from the temporary before."""
+    d = samples._Draft()
+    given = value = d.tensor("input", (64,), slot=0)
+    for _ in range(times):
+        value, before = d.tensor("temp", (64,)), value
+        d.op("aten.add.Tensor", TensorRef(before), TensorRef(before), out=value)
+    return d.program(inputs=(given,), results=(value,))
+
+
+def test_several_pieces_are_one_launch(driver: Driver, device: CpuDevice) -> None:
+    job = driver.open()
+    program = job.load(doublings(12))
+    ones = torch.rand(64, generator=torch.Generator().manual_seed(3))
+    job.put(program, 0, ones.numpy().tobytes())
+    device.cut(job.job, program, 1e-9)
+    for _ in range(3):  # the first two are measured
+        job.step(program)
+    assert len(job.pieces[program]) == 12, "each operator is a piece"
+    runs = ((0, 5), (5, 1), (6, 6))
+    for pieces in (runs, [(0, 12)], runs):
+        asked = job.pieces_of_step(program)
+        launches = [asked[first]._replace(pieces=count) for first, count in pieces]
+        for launch in launches:
+            device.launch(launch)
+        done = [driver.done(launch.launch) for launch in launches]
+        assert all(one.started <= one.ended for one in done)
+        assert job.get(program, 0, 256) == (ones * 2**12).numpy().tobytes()
+        job.put(program, 0, ones.numpy().tobytes())
+    assert not [event for event in driver.unread if isinstance(event, PieceDone)], "one answer each"
+
+
+def test_pieces_behind_a_launch_of_several_are_in_their_order(driver: Driver, device: CpuDevice) -> None:
+    job = driver.open()
+    program = job.load(doublings(12))
+    device.cut(job.job, program, 1e-9)
+    for _ in range(3):
+        job.step(program)
+    asked = job.pieces_of_step(program)
+    device.launch(asked[0]._replace(pieces=5))
+    device.launch(asked[4])
+    driver.done(asked[0].launch)
+    assert "out of order" in driver.failed(asked[4].launch).fault.message
 
 
 def derived_embedding() -> Program:

@@ -1,0 +1,158 @@
+"""Consecutive pieces that are one launch, where the device allows it and no high job is open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import initialize, run_state_machine_as_test
+
+from gpumux.config import POLICIES
+from tests.scheduler.test_properties import MODEST, PIECES, Life, gates
+from tests.scheduler.world import INFO, World
+
+RUN_S = 1e-3
+IN_RUNS = replace(INFO, run_s=RUN_S)
+PIECE_S = 3e-4  # three of them are a run
+
+
+def world(policy: str = "paced", **config: object) -> World:
+    return World(policy, IN_RUNS, **config)
+
+
+def lengths(of: World) -> list[int]:
+    """Run what is there. Of each launch, how many pieces it was."""
+    return [launch.pieces for launch in of.run()]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pieces_are_one_launch_up_to_the_length_that_the_device_names(policy: str) -> None:
+    alone = world(policy)
+    alone.job("low", pieces=(PIECE_S,) * 10)
+    alone.step("low", 0)
+    assert lengths(alone) == [3, 3, 3, 1]
+    assert [type(c).__name__ for c in alone.decisions["low", 0]] == ["FinishStep"]
+
+
+def test_the_launch_ends_the_step_with_its_last_piece_and_says_when_it_was_submitted() -> None:
+    alone = world()
+    alone.job("low", pieces=(PIECE_S,) * 5)
+    alone.step("low", 0)
+    first, last = alone.launches.values()
+    assert (first.piece, first.pieces, first.submitted) == (0, 3, None)
+    assert (last.piece, last.pieces) == (3, 2)
+    assert last.submitted is not None
+
+
+def test_a_piece_that_is_longer_is_a_launch_of_its_own() -> None:
+    alone = world()
+    alone.job("low", pieces=(PIECE_S, 2e-3, PIECE_S, PIECE_S, 8e-4))
+    alone.step("low", 0)
+    assert lengths(alone) == [1, 1, 2, 1]
+
+
+def test_a_device_that_names_no_length_launches_each_piece() -> None:
+    alone = World("paced")
+    alone.job("low", pieces=(PIECE_S,) * 4)
+    alone.step("low", 0)
+    assert lengths(alone) == [1, 1, 1, 1]
+
+
+def test_beside_an_open_high_job_each_piece_is_a_launch_whatever_the_high_job_does() -> None:
+    both = world()
+    both.job("low", pieces=(PIECE_S,) * 6)
+    both.job("high", "high")
+    both.step("low", 0)
+    assert set(lengths(both)) == {1}
+    both.close("high")
+    both.step("low", 1)
+    assert set(lengths(both)) == {1}, "the device has not released it"
+    both.release("high")
+    both.step("low", 2)
+    assert lengths(both) == [3, 3]
+
+
+def test_a_high_job_that_is_opened_in_the_middle_of_a_step_ends_runs() -> None:
+    both = world(low_idle_launches=1)
+    both.job("low", pieces=(PIECE_S,) * 9)
+    both.step("low", 0)
+    (run,) = both.launches.values()
+    assert run.pieces == 3
+    both.job("high", "high")
+    both.done(run.launch)
+    assert set(lengths(both)) == {1}
+
+
+def test_a_change_of_priority_counts() -> None:
+    both = world()
+    both.job("low", pieces=(PIECE_S,) * 6)
+    both.job("other", pieces=(PIECE_S,) * 6)
+    both.change("other", "high")
+    both.step("low", 0)
+    assert set(lengths(both)) == {1}
+    both.change("other", "low")
+    both.step("low", 1)
+    assert lengths(both) == [3, 3]
+
+
+def test_what_is_out_stays_within_the_window() -> None:
+    """The window holds four launches of a run's length where none was set, and what was set where one was."""
+    alone = world()
+    alone.job("low", pieces=(PIECE_S,) * 30)
+    alone.step("low", 0)
+    assert [launch.pieces for launch in alone.launches.values()] == [3, 3, 3, 3]
+    narrow = world(low_idle_window_s=1.6e-3)
+    narrow.job("low", pieces=(PIECE_S,) * 30)
+    narrow.step("low", 0)
+    assert [launch.pieces for launch in narrow.launches.values()] == [3, 2]
+
+
+def test_a_run_ends_before_a_collective() -> None:
+    alone = world()
+    alone.job("rank", pieces=(PIECE_S,) * 7, gated=(2, 5))
+    alone.step("rank", 0)
+    assert lengths(alone) == [2, 3, 2]
+
+
+def test_jobs_share_by_their_weight() -> None:
+    both = world()
+    for name, weight in (("a", 1.0), ("b", 3.0)):
+        both.job(name, pieces=(PIECE_S,) * 12, weight=weight, max_inflight=20)
+        both.steps(name, *range(20))
+    ran = {"a": 0, "b": 0}
+    for _ in range(40):
+        launch = min(both.launches.values(), key=lambda each: each.launch)
+        ran[launch.job] += launch.pieces
+        both.done(launch.launch, launch.pieces * PIECE_S)
+    assert 2.0 < ran["b"] / ran["a"] < 4.0
+
+
+def test_the_history_says_which_pieces() -> None:
+    alone = world()
+    alone.job("low", pieces=(PIECE_S,) * 4)
+    alone.step("low", 0)
+    alone.run()
+    told = "\n".join(alone.scheduler.story("low"))
+    assert "piece 0 to 2 of 4 launched" in told
+    assert "piece 0 to 2 done" in told
+    assert "piece 3 of 4 launched" in told
+
+
+@pytest.mark.every(2)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", ["guarded", "paced", "fifo", "streams"])
+def test_promises_hold_in_every_life_in_which_high_jobs_come_and_go(policy: str) -> None:
+    class Runs(Life):
+        @initialize(pieces=PIECES)
+        def begin(self, pieces: tuple[float, ...]) -> None:
+            self.world = World(self.policy, IN_RUNS, **MODEST)
+            self.world.session("s0", uid=1)
+            self.count, self.leaving = 0, False
+            self.world.job("low", "low", pieces, "s0", max_inflight=3)
+            self.world.job("low rank", "low", pieces, "s0", gated=gates(pieces, 1), max_inflight=3)
+
+    given: Any = {"max_examples": 40, "stateful_step_count": 60, "deadline": None, "derandomize": True}
+    machine = type("Runs", (Runs,), {"policy": policy})
+    run_state_machine_as_test(machine, settings=settings(**given, suppress_health_check=list(HealthCheck)))
