@@ -161,7 +161,7 @@ class DeviceInfo:
     windows limit it. `threads` is intra-op threads a piece (CPU), 0 if it has no meaning. `checks` is the number of
     Programs it checks at once. `shares` are the parts of its multiprocessors a launch can be confined to, largest first
     (only 1.0: it can confine nothing). `run_s`: consecutive pieces that take so long together may be one launch where
-    no high job is open; 0: it launches each by itself."""
+    no job waits for their end; 0: each is a launch of its own."""
 
     kind: str
     name: str

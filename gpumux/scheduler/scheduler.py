@@ -241,9 +241,9 @@ def remember_name(state: SchedulerState, job: ScheduledJob) -> None:
 def device_opened(state: SchedulerState, event: ev.DeviceOpened) -> None:
     if state.info is not None:
         return ignore(state)
-    state.info, state.windows.run_s = event.info, event.info.run_s  # before there are jobs
-    state.policy = state.policy_class(state.config, event.info)
+    state.info, state.policy = event.info, state.policy_class(state.config, event.info)
     state.guard = state.policy.guard
+    state.windows.open_device(event.info)
     return state.ledger.open_device(event.info.memory_bytes)
 
 

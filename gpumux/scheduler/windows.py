@@ -13,7 +13,7 @@ from math import inf
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from gpumux.scheduler.jobs import JobState, JobStep, ScheduledJob
-from gpumux.types import JobId, LaunchId, Priority
+from gpumux.types import DeviceInfo, JobId, LaunchId, Priority
 
 # ---- The order of ready jobs within a class: start-time fair queueing by weight and measured device time.
 #
@@ -273,9 +273,8 @@ class Windows:
         self.low_ready, self.high_ready = make_queue(order), make_queue(order)
         self.ready: tuple[ReadyQueue, ...] = (self.low_ready, self.high_ready)
         self.active_jobs = [0 for _ in Priority]
-        self.run_s = 0.0  # DeviceInfo.run_s
-        self.in_runs = False  # whether several pieces may be one launch: no high job is open, whatever it does
         self._open_high: set[JobId] = set()
+        self._run_s, self._at_once = 0.0, 0.0  # of the device: DeviceInfo.run_s, and how many jobs it runs at once
 
     # ---- what policies read
 
@@ -295,7 +294,17 @@ class Windows:
         for their peers."""
         return self.active_jobs[priority]
 
+    @property
+    def in_runs(self) -> bool:
+        """Whether several pieces may be one launch, since no job waits for its end: no high job is open, whatever it
+        does, and the device can run all low jobs at once."""
+        return not self._open_high and self.active_jobs[Priority.LOW] <= self._at_once
+
     # ---- what the scheduler changes
+
+    def open_device(self, info: DeviceInfo) -> None:
+        if info.run_s > 0:
+            self._run_s, self._at_once = info.run_s, inf if info.parallel is None else info.parallel
 
     def add_job(self, job: ScheduledJob, jobs: Collection[ScheduledJob]) -> None:
         """The job, one of `jobs`, was opened."""
@@ -323,7 +332,7 @@ class Windows:
         window = self.by_class[job.priority]
         pieces, predicted = 1, step.pieces[step.launched]
         if self.in_runs and step.wave is None and step.lease is None:
-            most = min(self.run_s, limit.seconds - window.seconds) if window.launches else self.run_s
+            most = min(self._run_s, limit.seconds - window.seconds) if window.launches else self._run_s
             pieces, predicted = _run(step, predicted, most)
         launch = Outstanding(
             id=launch_id, job=job, step=step, piece=step.launched, predicted=predicted, at=now, limit=limit,
@@ -406,7 +415,6 @@ class Windows:
     def _opened(self, job: JobId, high: bool) -> None:
         """Note whether the job is an open high one."""
         (self._open_high.add if high else self._open_high.discard)(job)
-        self.in_runs = self.run_s > 0.0 and not self._open_high
 
 
 def _run(step: JobStep, first_s: float, most_s: float) -> tuple[int, float]:

@@ -14,7 +14,7 @@ from tests.scheduler.test_properties import MODEST, PIECES, Life, gates
 from tests.scheduler.world import INFO, World
 
 RUN_S = 1e-3
-IN_RUNS = replace(INFO, run_s=RUN_S)
+IN_RUNS = replace(INFO, run_s=RUN_S, parallel=2)
 PIECE_S = 3e-4  # three of them are a run
 
 
@@ -95,6 +95,23 @@ def test_a_change_of_priority_counts() -> None:
     both.change("other", "low")
     both.step("low", 1)
     assert lengths(both) == [3, 3]
+
+
+def test_where_low_jobs_wait_for_each_other_each_piece_is_a_launch() -> None:
+    """The device runs two at once: a third would wait for the end of a run."""
+    three = world()
+    for name in ("a", "b", "c"):
+        three.job(name, pieces=(PIECE_S,) * 6)
+    three.steps("a", 0)
+    three.steps("b", 0)
+    assert set(lengths(three)) == {3}
+    for name in ("a", "b", "c"):
+        three.steps(name, 1, 2, 3)
+    newest = max(three.launches)
+    waited = [launch for launch in three.run() if launch.launch > newest]
+    assert {launch.job for launch in waited if launch.pieces == 1} >= {"b", "c"}
+    assert waited[0].pieces == 1
+    assert waited[-1].pieces > 1, "one of them is left"
 
 
 def test_what_is_out_stays_within_the_window() -> None:

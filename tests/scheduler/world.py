@@ -83,6 +83,7 @@ class World:
         self.scheduler = Scheduler(SchedulerConfig(policy=policy, **config))
         self.policy = policy
         self.run_s = info.run_s if info is not None else 0.0
+        self.parallel = info.parallel if info is not None else None
         self.now = 0.0
         self.jobs: dict[str, View] = {}
         self.sessions: set[str] = set()
@@ -306,12 +307,7 @@ class World:
             return 1024, inf
         if priority is Priority.HIGH:
             return 2, 2 * 2 * 400e-6
-        parked = self.parked()
-        active = any(
-            v.items and not v.paused and not v.unloading and j not in parked
-            for j, v in self.jobs.items()
-            if v.priority is Priority.HIGH
-        )
+        active = self.active(Priority.HIGH)
         idle_s = self.scheduler.config.low_idle_window_s or 2 * 4 * 300e-6
         if self.in_runs():
             return 4, max(idle_s, 4 * self.run_s)
@@ -320,7 +316,15 @@ class World:
 
     def in_runs(self) -> bool:
         """Whether several pieces may be one launch."""
-        return self.run_s > 0 and not any(v.priority is Priority.HIGH for v in self.jobs.values())
+        if self.run_s == 0 or any(v.priority is Priority.HIGH for v in self.jobs.values()):
+            return False
+        return self.parallel is None or self.active(Priority.LOW) <= self.parallel
+
+    def active(self, priority: Priority) -> int:
+        """How many jobs of the class have work and may do it."""
+        parked = self.parked()
+        working = [v for j, v in self.jobs.items() if v.items and not v.paused and not v.unloading and j not in parked]
+        return sum(v.priority is priority for v in working)
 
     def observe(self, command: cmd.Command) -> None:
         name = type(command).__name__
