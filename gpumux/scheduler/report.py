@@ -151,7 +151,7 @@ def _ban(ban: Ban) -> dict[str, Any]:
 
 
 class LaunchInfo(NamedTuple):
-    """An outstanding piece: operators [first, end) of its program."""
+    """An outstanding launch: operators [first, end) of its program, `piece` and those behind it that are part of it."""
 
     launch: LaunchId
     job: JobId

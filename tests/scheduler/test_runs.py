@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from gpumux.config import POLICIES
+from gpumux.types import DeviceInfo, ProgramReady
 from tests.scheduler.test_properties import MODEST, PIECES, Life, gates
 from tests.scheduler.world import INFO, World
 
@@ -131,6 +132,30 @@ def test_a_run_ends_before_a_collective() -> None:
     alone.job("rank", pieces=(PIECE_S,) * 7, gated=(2, 5))
     alone.step("rank", 0)
     assert lengths(alone) == [2, 3, 2]
+
+
+def test_a_launch_in_flight_is_reported_with_all_of_its_operators() -> None:
+    alone = world()
+    alone.session()
+    alone.request("low")
+    assert alone.offer("low", 0)
+    alone.jobs["low"].programs[0], alone.jobs["low"].gated[0] = (0, (PIECE_S,) * 4), ()
+    alone.give(ProgramReady("low", 0, 0, (PIECE_S,) * 4, bounds=(0, 5, 7, 9, 20)))
+    alone.step("low", 0)
+    told = alone.scheduler.all_out()
+    assert [(each.piece, each.first, each.end) for each in told] == [(0, 0, 9), (3, 9, 20)]
+
+
+@pytest.mark.parametrize(("info", "learns"), [(IN_RUNS, False), (replace(IN_RUNS, run_s=0.0), True)])
+def test_what_a_launch_takes_by_itself_is_learned_of_single_pieces(info: DeviceInfo, learns: bool) -> None:
+    """What several pieces take longer than was predicted is no such time, and high jobs would be kept from it later."""
+    alone = World("guarded", info, low_idle_launches=1)
+    alone.job("low", pieces=(PIECE_S,) * 6)
+    alone.step("low", 0)
+    while alone.launches:
+        (launch,) = alone.launches.values()
+        alone.done(launch.launch, 1.3 * launch.pieces * PIECE_S)
+    assert (alone.scheduler._state.guard.view.launch_overhead > 0) is learns
 
 
 def test_jobs_share_by_their_weight() -> None:

@@ -27,7 +27,7 @@ from gpumux.types import (
 )
 
 MIB = 1 << 20
-INFO = DeviceInfo("sim", "virtual", 1 << 30, None, 0, "", {"high": 400e-6, "low": 300e-6})
+INFO = DeviceInfo("sim", "virtual", 1 << 30, None, 0, "", {"high": 400e-6, "low": 300e-6}, run_s=1.0)
 LIVE = tuple(MIB * n for n in (1, 4, 8, 10, 7, 6, 5, 4, 3, 2, 1))  # at each operator, and of results
 
 

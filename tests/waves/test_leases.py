@@ -14,7 +14,7 @@ from gpumux.scheduler.scheduler import Scheduler
 from gpumux.types import DeviceInfo, Footprint, JobSpec, Peer, PieceDone, Priority, ProgramReady, WavePieces
 from tests.waves.interleavings import histories
 
-INFO = DeviceInfo("sim", "virtual", 1 << 30, None, 0, "", {"high": 400e-6, "low": 300e-6})
+INFO = DeviceInfo("sim", "virtual", 1 << 30, None, 0, "", {"high": 400e-6, "low": 300e-6}, run_s=1.0)
 HEIGHTS = (1, 3, 5, 6, 6, 4, 2, 1, 1)
 TAIL = 7
 ARENA = 8
