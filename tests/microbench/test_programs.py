@@ -24,6 +24,7 @@ QUICK = {
     "overhead": ["--repeats", "2", "--steps", "5"],
     "priority": ["--policies", "fifo", "paced"],
     "rtt": ["--repeats", "2", "--trips", "20"],
+    "launches": ["--models", "vgg", "--repeats", "2", "--steps", "10"],
     "guard_trials": [
         "--trials",
         "undisturbed",
@@ -254,6 +255,12 @@ def restart(report: Report) -> None:
     assert new["low"] > 0.0 < taken_up["low"]
 
 
+def launches(report: Report) -> None:
+    of = report["models"]["vgg"]
+    assert of["daemon_s_ratio"]["median"] > 0
+    assert all(of[way]["daemon_s"]["median"] > 0 for way in ("several pieces a launch", "each piece a launch"))
+
+
 # Those that ask for a daemon as any other is share one: a start takes seconds.
 SHARE = {"overhead", "rtt", "copies", "draws", "microbatches"}
 
@@ -267,7 +274,7 @@ def daemon() -> Iterator[RunningDaemon]:
 CHECKS: dict[str, Callable[[Report], None]] = {
     "overhead": overhead, "priority": priority, "rtt": rtt, "copies": copies, "draws": draws, "core_rate": core_rate,
     "gangs": gangs, "microbatches": microbatches, "real_sizes": real_sizes, "snapshots": snapshots,
-    "temporaries": temporaries, "confinement": confinement, "restart": restart,
+    "launches": launches, "temporaries": temporaries, "confinement": confinement, "restart": restart,
     "guard_trials": guard_trials,
 }  # fmt: skip
 
