@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,10 @@ def cosine_rampdown(current, length):
 
 def fraction(current, length):
     return float(current) / float(max(1, length))
+"""
+TIMES = """
+def scale(n):
+    return float(n) * 2
 """
 TYPES = """
 def scale(n):
@@ -109,8 +114,26 @@ def test_float_is_what_it_is_in_a_module_that_does_more_with_it(
 
 def test_float_of_a_function_without_a_source(endpoint: str) -> None:
     made: dict[str, Any] = {"__name__": "a module that is nowhere"}
-    exec("def scale(n):\n    return float(n) * 2", made)  # noqa: S102 - as a notebook runs its cells
+    exec(TIMES, made)  # noqa: S102 - as a notebook runs its cells
     programs(made["scale"], endpoint, 8)
+
+
+def test_float_in_torchs_own_code_has_the_very_value(endpoint: str) -> None:
+    """Which its functions may need as a plain number."""
+    path, name = str(Path(torch.__file__).parent / "made_for_a_test.py"), "torch.made_for_a_test"
+    module = ModuleType(name)
+    module.__file__ = path
+    linecache.cache[path] = len(TIMES), None, TIMES.splitlines(keepends=True), path
+    exec(compile(TIMES, path, "exec"), vars(module))  # noqa: S102
+    sys.modules[name] = module
+    try:
+        assert programs(module.scale, endpoint, 8) == 8
+    finally:
+        del sys.modules[name], linecache.cache[path]
+
+
+def test_a_function_of_numpys_of_a_counter(endpoint: str) -> None:
+    assert programs(numpy.sqrt, endpoint) <= 3
 
 
 def test_float_is_the_type_again_after_a_trace(written: Callable[[str], ModuleType], endpoint: str) -> None:

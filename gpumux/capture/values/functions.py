@@ -93,21 +93,21 @@ def _noting(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
             name = caller.f_globals.get("__name__", "")
             module = sys.modules.get(name)
             if name not in _FLOATS and module is not None and vars(module) is caller.f_globals:
-                _FLOATS[name] = "float" not in vars(module) and _is_called_alone(module, "float")
+                _FLOATS[name] = _is_called_alone(module, "float")
         return plain(self)
 
     return method
 
 
 def _is_called_alone(module: Any, name: str) -> bool:
-    """Whether a module's source does nothing with a built-in type but call it with one argument, annotate with it, and
-    give it to a parser of arguments (`type=float`), and whether its source is there."""
+    """Whether a module's source does nothing with a built-in type but call it, annotate with it, and give it to a
+    parser of arguments (`type=float`), and whether its source is there."""
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):
         return False  # made by exec, or in a notebook
     nodes = list(ast.walk(tree))
-    called = {id(n.func) for n in nodes if isinstance(n, ast.Call) and len(n.args) == 1 and not n.keywords}
+    called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
     parsed = {id(n.value) for n in nodes if isinstance(n, ast.keyword) and n.arg == "type"}
     notes = [getattr(n, of) for n in nodes for of in ("annotation", "returns") if getattr(n, of, None) is not None]
     annotated = {id(n) for note in notes for n in ast.walk(note)}
