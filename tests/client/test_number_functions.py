@@ -143,6 +143,7 @@ def test_float_is_the_type_again_after_a_trace(written: Callable[[str], ModuleTy
     assert module.options().parse_args(["--consistency", "2.5"]).consistency == 2.5
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", NUMPY)
 def test_a_function_of_numpys_has_its_own_bits(name: str, endpoint: str) -> None:
     function = getattr(numpy, name)
