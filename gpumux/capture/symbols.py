@@ -44,15 +44,19 @@ def _truediv(a: Number, b: Number) -> float:
     return a / b
 
 
-# Functions of numpy that a step may apply to a number. Their values may differ from those of `math` in the last bit.
+# Functions of numpy that a step may apply to numbers. Their values may differ from those of `math` and of Python's
+# operators in the last bit, as may their types.
 NUMPY = (
-    "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sqrt", "cos", "sin", "tanh", "rint",
+    "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sqrt", "cos", "sin", "tanh", "rint", "floor", "ceil",
+    "absolute", "negative", "sign", "square", "add", "subtract", "multiply", "divide", "floor_divide", "remainder",
+    "power", "minimum", "maximum", "clip", "round", "less", "less_equal", "greater", "greater_equal", "equal",
+    "not_equal",
 )  # fmt: skip
 
 
-def _of_numpy(name: str) -> Callable[[Number], Number]:
+def _of_numpy(name: str) -> Callable[..., Number]:
     function = getattr(numpy, name)
-    return lambda number: function(number).item()
+    return lambda *numbers: function(*numbers).item()
 
 
 OPS: dict[str, Callable[..., Any]] = {

@@ -14,11 +14,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 
 from gpumux.capture.source import is_user_code
 from gpumux.capture.swapping import here
-from gpumux.capture.symbols import NUMPY, Scope, is_symbol
+from gpumux.capture.symbols import NUMPY, Scope, is_lifted, is_symbol, plain_number
 
 _MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "log2", "log10")
 
@@ -33,8 +34,10 @@ def swaps(scope: Scope) -> Iterator[tuple[Any, str, Any]]:
     for name in _MATH:
         yield math, name, _of_math(scope, name)
     for kind in (torch.SymFloat, torch.SymInt):
-        for name in NUMPY:
-            yield kind, name, _of_numpy(name)
+        yield kind, "__array_ufunc__", _of_numpy
+        yield kind, "__array__", _array
+        yield kind, "clip", _clip  # numpy.clip(n, low, high) calls the method
+        yield kind, "round", _round
     for name, may in _FLOATS.items():
         if may and (module := sys.modules.get(name)) is not None and "float" not in vars(module):
             yield module, "float", here(float, _to_float)
@@ -65,15 +68,43 @@ def _pow(scope: Scope) -> Callable[[Any, Any], Any]:
     return function
 
 
-def _of_numpy(name: str) -> Callable[[Any], Any]:
-    """A method that numpy's function of this name calls where it is given a symbol, as it does with all objects that it
-    does not know."""
+# Types of numpy that compute with a number as Python's float and int do. To others, as to float32, a number of Python's
+# has the other's precision and one of numpy's its own, and a symbol does not say which it is.
+_NUMBERS = (int, float, numpy.float64, numpy.int64)
 
-    def method(self: Any) -> Any:
-        scope = self.node.scope
-        return scope.symbol(scope.apply(f"numpy.{name}", self.node.expr))
 
-    return method
+def _of_numpy(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    """What numpy calls for a function of its own with a symbol among its arguments."""
+    if method == "__call__" and all(is_symbol(each) or type(each) in _NUMBERS for each in inputs):
+        # `number ** n` of a float64 and numpy.power(number, n) are told apart by nothing, and differ in the last bit.
+        ambiguous = ufunc is numpy.power and type(inputs[0]) is numpy.float64
+        if ufunc.__name__ in NUMPY and not kwargs and not ambiguous:
+            return _formula(self, ufunc.__name__, *inputs)
+    elif is_lifted(self.node.expr):
+        raise TypeError(f"numpy.{ufunc.__name__} of a symbol and other types")
+    return getattr(ufunc, method)(*map(plain_number, inputs), **kwargs)
+
+
+def _formula(self: Any, name: str, *inputs: Any) -> Any:
+    scope = self.node.scope
+    # of numpy's own classes are constants alone
+    plain = [each.item() if isinstance(each, numpy.generic) else each for each in inputs]
+    return scope.symbol(scope.apply(f"numpy.{name}", *map(scope.lift, plain)))
+
+
+def _array(self: Any, dtype: Any = None, copy: Any = None) -> Any:
+    """An array, whose sums are in an order that no formula has."""
+    return numpy.asarray(plain_number(self), dtype=dtype)
+
+
+def _clip(self: Any, low: Any, high: Any, out: None = None, **kwargs: Any) -> Any:
+    if out is None and not kwargs and all(is_symbol(each) or type(each) in _NUMBERS for each in (low, high)):
+        return _formula(self, "clip", self, low, high)
+    return _array(self).clip(low, high, out=out, **kwargs)
+
+
+def _round(self: Any, decimals: int = 0, out: None = None) -> Any:
+    return _formula(self, "round", self, decimals)
 
 
 # ---- float
