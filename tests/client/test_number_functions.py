@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from gpumux import client
+from gpumux import client, errors
 from gpumux.capture.symbols import NUMPY
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
@@ -164,3 +164,17 @@ def test_numpys_functions_of_several_numbers_are_one_program_for_each_decision(
 )
 def test_other_types_and_arrays_of_numpy_have_their_own_bits(weight: Callable[[Any], Any], endpoint: str) -> None:
     programs(lambda n: weight(n), endpoint, 20)
+
+
+def test_a_hyperparameter_and_another_type_of_numpy_are_refused_with_the_line(endpoint: str) -> None:
+    model = torch.nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=numpy.float64(0.1))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean() * (numpy.float32(0.1) * optimizer.param_groups[0]["lr"])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(errors.CaptureError, match=r"test_number_functions.py:\d+ gives numpy.multiply a hyperparam"):
+        client.submit(step, example=(X,), model=model, optimizer=optimizer, endpoint=endpoint)

@@ -17,9 +17,10 @@ from typing import Any
 import numpy
 import torch
 
-from gpumux.capture.source import is_user_code
+from gpumux.capture.source import is_user_code, user_line
 from gpumux.capture.swapping import here
 from gpumux.capture.symbols import NUMPY, Scope, is_lifted, is_symbol, plain_number
+from gpumux.errors import CaptureError
 
 _MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "log2", "log10")
 
@@ -82,6 +83,12 @@ def _of_numpy(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -
             return _formula(self, ufunc.__name__, *inputs)
     elif is_lifted(self.node.expr):
         raise TypeError(f"numpy.{ufunc.__name__} of a symbol and other types")
+    elif any(getattr(each, "dtype", numpy.float64) != numpy.float64 for each in inputs):
+        raise CaptureError(
+            f"{user_line()} gives numpy.{ufunc.__name__} a hyperparameter or a step count, and a number or array of"
+            " another type than float64",
+            "compute with Python's numbers, float(number), or with tensors",
+        )
     return getattr(ufunc, method)(*map(plain_number, inputs), **kwargs)
 
 
