@@ -767,8 +767,15 @@ class StalenessHooks:
         return all(map(is_, map(_STATE, self._table.optimizers), self._states))
 
     def _refuse_write(self) -> None:
+        with without_fetching():
+            now, before = zip(*self._model_now(), strict=True), zip(*self._model, strict=True)
+            # Of the optimizer's state no name says more than "optimizer" does.
+            names = [name for (name, _), a, b in zip(self._table.tensors, now, before, strict=False) if a != b]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        named = f" ({names[0]}{more})" if names else ""
         raise LocalWrite(
-            f"the local model or optimizer was changed while {self.words.holder} holds its state{self.words.where}",
+            f"the local model or optimizer was changed{named} while {self.words.holder} holds its state"
+            f"{self.words.where}",
             _REPLACED if self._table.replaced() else self.words.load,
         )
 

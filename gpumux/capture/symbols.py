@@ -64,6 +64,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow, "abs": abs, "pos": operator.pos,
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
     "and": lambda a, b: a and b, "or": lambda a, b: a or b, "not": operator.not_, "max": max, "min": min,
+    "sum": lambda start, *rest: sum(rest, start),
     "float": float, "int": int, "sqrt": math.sqrt, "exp": math.exp, "log": math.log, "cos": math.cos, "sin": math.sin,
     "round": round, "trunc": math.trunc, "tanh": math.tanh, "floor": math.floor, "ceil": math.ceil, "log2": math.log2,
     "log10": math.log10, "f32.add": _rounded(operator.add), "f32.sub": _rounded(operator.sub),

@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 
-from gpumux import client
+from gpumux import client, errors
 from gpumux.capture.symbols import NUMPY
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
@@ -132,6 +132,21 @@ def test_float_in_torchs_own_code_has_the_very_value(endpoint: str) -> None:
         del sys.modules[name], linecache.cache[path]
 
 
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda n: sum([0.1 * n * k**0.5 for k in range(20)]),  # Python 3.12 and later: not one after another
+        lambda n: sum([1e16, 0.1 * n, -1e16, 1]),
+        lambda n: sum((k * n for k in range(5)), 0.25),
+        lambda n: sum([]) + n,
+        lambda n: sum([n, 2, X.sum(), 0.5 * n], 1.5),
+        lambda n: sum([[n], [2]], [])[0],  # noqa: RUF017
+    ],
+)
+def test_a_sum_of_numbers_is_what_python_sums(weight: Callable[[Any], Any], endpoint: str) -> None:
+    assert programs(lambda n: weight(n), endpoint, 12) <= 2
+
+
 def test_a_function_of_numpys_of_a_counter(endpoint: str) -> None:
     assert programs(numpy.sqrt, endpoint) <= 3
 
@@ -188,3 +203,17 @@ def test_numpys_functions_of_several_numbers_are_one_program_for_each_decision(
 )
 def test_other_types_and_arrays_of_numpy_have_their_own_bits(weight: Callable[[Any], Any], endpoint: str) -> None:
     programs(lambda n: weight(n), endpoint, 20)
+
+
+def test_a_hyperparameter_and_another_type_of_numpy_are_refused_with_the_line(endpoint: str) -> None:
+    model = torch.nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=numpy.float64(0.1))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean() * (numpy.float32(0.1) * optimizer.param_groups[0]["lr"])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(errors.CaptureError, match=r"test_number_functions.py:\d+ gives numpy.multiply a hyperparam"):
+        client.submit(step, example=(X,), model=model, optimizer=optimizer, endpoint=endpoint)

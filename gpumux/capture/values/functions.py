@@ -8,18 +8,20 @@ use (`type(x) is float`) a function is no substitute.
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy
 import torch
 
-from gpumux.capture.source import is_user_code
+from gpumux.capture.source import is_user_code, user_line
 from gpumux.capture.swapping import here
 from gpumux.capture.symbols import NUMPY, Scope, is_lifted, is_symbol, plain_number
+from gpumux.errors import CaptureError
 
 _MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "log2", "log10")
 
@@ -30,6 +32,7 @@ _FLOATS: dict[str, bool] = {"transformers.optimization": True, "diffusers.optimi
 
 def swaps(scope: Scope) -> Iterator[tuple[Any, str, Any]]:
     """What is to be replaced for the length of a trace: (owner, name, by what)."""
+    yield builtins, "sum", here(sum, _sum)
     yield math, "pow", _pow(scope)
     for name in _MATH:
         yield math, name, _of_math(scope, name)
@@ -68,6 +71,27 @@ def _pow(scope: Scope) -> Callable[[Any, Any], Any]:
     return function
 
 
+def _sum(iterable: Iterable[Any], /, start: Any = 0) -> Any:
+    """Replaces the builtin, which sums floats by themselves more exactly than one after another (Python 3.12)."""
+    numbers, rest = [start], iter(iterable)
+    for item in rest:
+        if not (is_symbol(item) or type(item) in (int, float, bool)) or isinstance(start, torch.Tensor):
+            return _SUM(rest, _sum_of_numbers(numbers) + item)
+        numbers.append(item)
+    return _sum_of_numbers(numbers)
+
+
+def _sum_of_numbers(numbers: list[Any]) -> Any:
+    for each in numbers:
+        if is_symbol(each):
+            scope = each.node.scope
+            return scope.symbol(scope.apply("sum", *map(scope.lift, numbers)))
+    return _SUM(numbers[1:], numbers[0])
+
+
+_SUM = sum
+
+
 # Types of numpy that compute with a number as Python's float and int do. To others, as to float32, a number of Python's
 # has the other's precision and one of numpy's its own, and a symbol does not say which it is.
 _NUMBERS = (int, float, numpy.float64, numpy.int64)
@@ -82,6 +106,12 @@ def _of_numpy(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -
             return _formula(self, ufunc.__name__, *inputs)
     elif is_lifted(self.node.expr):
         raise TypeError(f"numpy.{ufunc.__name__} of a symbol and other types")
+    elif any(getattr(each, "dtype", numpy.float64) != numpy.float64 for each in inputs):
+        raise CaptureError(
+            f"{user_line()} gives numpy.{ufunc.__name__} a hyperparameter or a step count, and a number or array of"
+            " another type than float64",
+            "compute with Python's numbers, float(number), or with tensors",
+        )
     return getattr(ufunc, method)(*map(plain_number, inputs), **kwargs)
 
 

@@ -473,6 +473,15 @@ def test_m6_m7_m8_m9_m11_m14_a_write_is_noticed_and_load_state_answers_it(then: 
     same(script, endpoint)
 
 
+def test_m9_a_forward_in_training_mode_writes_buffers_and_the_error_names_one(endpoint: str) -> None:
+    with made(endpoint) as s:
+        s.train(1)
+        with torch.no_grad():
+            s.model(X)  # as an evaluation that forgot model.eval()
+        with pytest.raises(errors.LocalWrite, match=r"changed \(1\.num_batches_tracked\) while"):
+            s.step(X, Y)
+
+
 def test_m6_vector_to_parameters_puts_them_into_other_memory(endpoint: str) -> None:
     with made(endpoint) as s:
         s.train(1)
