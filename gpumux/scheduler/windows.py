@@ -246,9 +246,10 @@ class Outstanding:
         self.pieces = pieces
 
     @property
-    def which(self) -> int | str:
+    def which(self) -> str:
         """The piece or pieces, for the history."""
-        return self.piece if self.pieces == 1 else f"{self.piece} to {self.piece + self.pieces - 1}"
+        one = self.pieces == 1
+        return f"piece {self.piece}" if one else f"pieces {self.piece} to {self.piece + self.pieces - 1}"
 
 
 @dataclass(slots=True, eq=False)

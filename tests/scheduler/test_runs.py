@@ -177,8 +177,8 @@ def test_the_history_says_which_pieces() -> None:
     alone.step("low", 0)
     alone.run()
     told = "\n".join(alone.scheduler.story("low"))
-    assert "piece 0 to 2 of 4 launched" in told
-    assert "piece 0 to 2 done" in told
+    assert "pieces 0 to 2 of 4 launched" in told
+    assert "pieces 0 to 2 done" in told
     assert "piece 3 of 4 launched" in told
 
 
