@@ -48,6 +48,11 @@ TIMES = """
 def scale(n):
     return float(n) * 2
 """
+ASKS = """
+def scale(n, length=20):
+    assert isinstance(0.5, float) and isinstance(0.5, (int, float)) and not isinstance("0.5", float)
+    return float(n) / length + float("0.25") + float()
+"""
 TYPES = """
 def scale(n):
     return float(n) * (2.0 if type(0.5) is float else 3.0)
@@ -110,6 +115,10 @@ def test_float_is_what_it_is_in_a_module_that_does_more_with_it(
     source: str, written: Callable[[str], ModuleType], endpoint: str
 ) -> None:
     programs(written(source).scale, endpoint, 8)
+
+
+def test_float_in_a_module_that_asks_what_is_one(written: Callable[[str], ModuleType], endpoint: str) -> None:
+    assert programs(written(ASKS).scale, endpoint) <= 3
 
 
 def test_float_of_a_function_without_a_source(endpoint: str) -> None:

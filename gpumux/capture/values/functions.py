@@ -1,8 +1,8 @@
 """Functions of Python numbers that a trace replaces, so that they take symbols: those of `math` and numpy, and `float`.
 
 Python gives `float(n)` the very value of a symbol, and a trace that used it holds for that value alone. The name is
-replaced in the modules that were seen to do so, whose source calls `float` and does nothing else with it: for another
-use (`type(x) is float`) a function is no substitute.
+replaced in the modules that were seen to do so, whose source calls `float` or gives it to `isinstance` and does nothing
+else with it: for another use (`type(x) is float`) there is no substitute.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def swaps(scope: Scope) -> Iterator[tuple[Any, str, Any]]:
         yield kind, "round", _round
     for name, may in _FLOATS.items():
         if may and (module := sys.modules.get(name)) is not None and "float" not in vars(module):
-            yield module, "float", here(float, _to_float)
+            yield module, "float", _Float
     for kind, method in ((torch.SymFloat, "__float__"), (torch.SymInt, "__index__")):
         yield kind, method, _noting(getattr(kind, method))
 
@@ -140,8 +140,16 @@ def _round(self: Any, decimals: int = 0, out: None = None) -> Any:
 # ---- float
 
 
-def _to_float(value: Any = 0.0) -> Any:
-    return torch.sym_float(value) if is_symbol(value) else float(value)
+class _FloatType(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, float)
+
+
+class _Float(metaclass=_FloatType):
+    """Replaces `float` in the modules of the user's: it makes a symbol of a symbol, and floats of all else."""
+
+    def __new__(cls, value: Any = 0.0) -> Any:
+        return torch.sym_float(value) if is_symbol(value) else float(value)
 
 
 def _noting(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -161,14 +169,19 @@ def _noting(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _is_called_alone(module: Any, name: str) -> bool:
-    """Whether a module's source does nothing with a built-in type but call it, annotate with it, and give it to a
-    parser of arguments (`type=float`), and whether its source is there."""
+    """Whether a module's source does nothing with a built-in type but call it, annotate with it, and give it to
+    `isinstance` and to a parser of arguments (`type=float`), and whether its source is there."""
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):
         return False  # made by exec, or in a notebook
     nodes = list(ast.walk(tree))
-    called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
+    calls = [n for n in nodes if isinstance(n, ast.Call)]
+    called = {id(n.func) for n in calls}
+    asked = [
+        n.args[1] for n in calls if isinstance(n.func, ast.Name) and n.func.id == "isinstance" and len(n.args) == 2
+    ]
+    called |= {id(n) for each in asked for n in (each.elts if isinstance(each, ast.Tuple) else (each,))}
     parsed = {id(n.value) for n in nodes if isinstance(n, ast.keyword) and n.arg == "type"}
     notes = [getattr(n, of) for n in nodes for of in ("annotation", "returns") if getattr(n, of, None) is not None]
     annotated = {id(n) for note in notes for n in ast.walk(note)}
