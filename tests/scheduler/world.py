@@ -35,6 +35,7 @@ INFO = DeviceInfo("sim", "virtual", GIB, None, 0, "", {"high": 400e-6, "low": 30
 SMALL = Footprint(state_bytes=1000, transient_bytes=100, slot_bytes=10)
 FAULT = Fault("executor_crashed", "it crashed", "mend it")
 LAX = 1e-9
+LONGEST_LEASE_S = 2.0  # of the tests' reservations
 
 
 @dataclass
@@ -459,6 +460,7 @@ class World:
             self.release(job)
         unanswered = [key for key, answers in self.decisions.items() if len(answers) != 1]
         assert not unanswered, f"{unanswered} not answered exactly once"
+        self.give(ev.Tick(), after=LONGEST_LEASE_S)  # what was reserved, and never confirmed
         assert_empty(self.scheduler)
 
 
