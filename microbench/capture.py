@@ -37,7 +37,6 @@ LOOPS = (10, 40, 160)
 MODELS = ("gpt2", "bert-base", "t5-small", "resnet50", *(f"loop-{n}" for n in LOOPS))
 CLIENT, AGAIN, DAEMON = 4.0, 0.2, 4.0  # the marks: client over bare, second submit over the first, daemon over bare
 MEMBERS, ARRAY = 8, 2.0  # models of an array, and the mark: their capture over that of one
-TICKS = os.sysconf("SC_CLK_TCK")
 PHASES = 2  # of an optimizer: its first step and all others
 QUIET_S, SETTLE_S = 0.5, 60.0  # a daemon is ready that took no processor time for so long; it may take this long
 
@@ -83,10 +82,9 @@ def processor_s(pid: int) -> float:
     total = 0.0
     for one in (pid, *descendants(pid)):
         try:
-            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+            total += common.processor_s(one, ended_children=True)
         except OSError:
             continue
-        total += sum(map(int, fields[11:15])) / TICKS
     return total
 
 

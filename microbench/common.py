@@ -18,6 +18,7 @@ from typing import Any
 import gpumux
 from gpumux.scheduler import RUNS
 
+TICKS = os.sysconf("SC_CLK_TCK")
 PACKAGES = ("torch", "pyzmq", "msgpack", "numpy")
 
 
@@ -119,6 +120,13 @@ def report(name: str, out: Path | None, result: dict[str, Any]) -> None:
         **result,
     }
     out.write_text(json.dumps(body, indent=2, default=_plain) + "\n")
+
+
+def processor_s(pid: int, *, ended_children: bool = False) -> float:
+    """Seconds of processor time that a process has taken, of all its threads, and of its children that have ended.
+    Raises OSError for one that is gone."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11 : 15 if ended_children else 13])) / TICKS
 
 
 def _plain(value: object) -> object:

@@ -7,11 +7,8 @@ steps a second, and the processor time that the daemon's process takes for a ste
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,15 +45,15 @@ def measure(model: burst.Model, daemon: RunningDaemon, repeats: int, steps: int)
     """Both ways in turns, the first of each pair in turns, too."""
     found: dict[str, dict[str, list[float]]] = {way: {"steps_per_s": [], "daemon_s": []} for way in (ALONE, BESIDE)}
     with burst.submit(model, priority="low", endpoint=daemon.endpoint) as job:
-        batches = burst.batches_of(model)
-        turn(job, batches, daemon, WARM_UP)
+        loop, pid = burst.Ours(job, burst.batches_of(model)), daemon.process.pid
+        loop.run(WARM_UP)
         for repeat in range(repeats):
             for way in (ALONE, BESIDE) if repeat % 2 == 0 else (BESIDE, ALONE):
                 with ExitStack() as stack:
                     if way == BESIDE:
                         stack.enter_context(idle_high_job(daemon.endpoint))
-                    turn(job, batches, daemon, 2)  # launches that were made before are over
-                    rate, daemon_s = turn(job, batches, daemon, steps)
+                    loop.run(2)  # launches that were made before are over
+                    rate, daemon_s = turn(loop, pid, steps)
                 found[way]["steps_per_s"].append(rate)
                 found[way]["daemon_s"].append(daemon_s)
     saved = [one / other for one, other in zip(found[ALONE]["daemon_s"], found[BESIDE]["daemon_s"], strict=True)]
@@ -75,20 +72,11 @@ def idle_high_job(endpoint: str) -> client.Job[Any]:
     return client.submit(lambda x: x + 1, example=(torch.zeros(1),), priority="high", name="idle", endpoint=endpoint)
 
 
-def turn(job: client.Job[Any], batches: list[Any], daemon: RunningDaemon, steps: int) -> tuple[float, float]:
-    """Steps a second, and seconds of the daemon's processor time a step. Only the last result is waited for."""
-    before, began = processor_s(daemon.process.pid), time.perf_counter()
-    for index in range(steps):
-        last = job.step(*batches[index % len(batches)])
-    last.result()
-    seconds = time.perf_counter() - began
-    return steps / seconds, (processor_s(daemon.process.pid) - before) / steps
-
-
-def processor_s(pid: int) -> float:
-    """Seconds of processor time that a process has taken, of all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def turn(loop: burst.Ours, pid: int, steps: int) -> tuple[float, float]:
+    """Steps a second, and seconds of the daemon's processor time a step."""
+    before = common.processor_s(pid)
+    seconds = loop.run(steps)
+    return steps / seconds, (common.processor_s(pid) - before) / steps
 
 
 def show(measured: dict[str, dict[str, Any]]) -> str:

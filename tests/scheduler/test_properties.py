@@ -23,7 +23,7 @@ from gpumux.types import (
     ProgramReady,
     TransferEnded,
 )
-from tests.scheduler.world import FAULT, World
+from tests.scheduler.world import FAULT, INFO, World
 
 SECONDS = st.floats(0, 2e-3)
 PIECES = st.lists(SECONDS, min_size=1, max_size=4).map(tuple)
@@ -36,15 +36,16 @@ MODEST = {"max_jobs": 6, "max_jobs_per_uid": 4, "max_programs_per_job": 3, "max_
 class Life(RuleBasedStateMachine):
     """Rules pick among what exists by a number, so that every one of them nearly always does something."""
 
-    policy = "paced"
+    policy, info = "paced", INFO
+    priorities: tuple[str, ...] = ("low", "high")  # of the jobs that are there from the beginning
 
     @initialize(pieces=PIECES)
     def begin(self, pieces: tuple[float, ...]) -> None:
-        self.world = World(self.policy, **MODEST)
+        self.world = World(self.policy, self.info, **MODEST)
         self.world.session("s0", uid=1)
         self.count = 0
         self.leaving = False
-        for priority in ("low", "high"):
+        for priority in self.priorities:
             self.world.job(priority, priority, pieces, "s0", max_inflight=3)
             self.world.job(f"{priority} rank", priority, pieces, "s0", gated=gates(pieces, 1), max_inflight=3)
 
@@ -337,11 +338,14 @@ def steps_answered(commands: list[cmd.Command]) -> list[cmd.Command]:
 @pytest.mark.timeout(600)  # a failure is made small before it is shown
 @pytest.mark.parametrize("policy", POLICIES)
 def test_promises_hold_in_every_life(policy: str) -> None:
-    machine = type("Life", (Life,), {"policy": policy})
+    live(type("Life", (Life,), {"policy": policy}), 150 if policy == "guarded" else 60)
+
+
+def live(machine: type[Life], lives: int) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=150 if policy == "guarded" else 60,
+            max_examples=lives,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from gpumux.config import POLICIES
 from gpumux.types import DeviceInfo, ProgramReady
-from tests.scheduler.test_properties import MODEST, PIECES, Life, gates
+from tests.scheduler.test_properties import Life, live
 from tests.scheduler.world import INFO, World
 
 RUN_S = 1e-3
@@ -186,15 +183,4 @@ def test_the_history_says_which_pieces() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", ["guarded", "paced", "fifo", "streams"])
 def test_promises_hold_in_every_life_in_which_high_jobs_come_and_go(policy: str) -> None:
-    class Runs(Life):
-        @initialize(pieces=PIECES)
-        def begin(self, pieces: tuple[float, ...]) -> None:
-            self.world = World(self.policy, IN_RUNS, **MODEST)
-            self.world.session("s0", uid=1)
-            self.count, self.leaving = 0, False
-            self.world.job("low", "low", pieces, "s0", max_inflight=3)
-            self.world.job("low rank", "low", pieces, "s0", gated=gates(pieces, 1), max_inflight=3)
-
-    given: Any = {"max_examples": 40, "stateful_step_count": 60, "deadline": None, "derandomize": True}
-    machine = type("Runs", (Runs,), {"policy": policy})
-    run_state_machine_as_test(machine, settings=settings(**given, suppress_health_check=list(HealthCheck)))
+    live(type("Runs", (Life,), {"policy": policy, "info": IN_RUNS, "priorities": ("low",)}), 40)

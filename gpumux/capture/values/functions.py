@@ -48,15 +48,14 @@ def swaps(scope: Scope) -> Iterator[tuple[Any, str, Any]]:
         yield kind, method, _noting(getattr(kind, method))
 
 
+def _formula(scope: Scope, op: str, *numbers: Any) -> Any:
+    """The symbol of an operation (symbols.OPS) on numbers and symbols of a scope."""
+    return scope.symbol(scope.apply(op, *map(scope.lift, numbers)))
+
+
 def _of_math(scope: Scope, name: str) -> Callable[..., Any]:
     plain = getattr(math, name)
-
-    def function(*args: Any) -> Any:
-        if len(args) == 1 and is_symbol(args[0]):
-            return scope.symbol(scope.apply(name, scope.lift(args[0])))
-        return plain(*args)
-
-    return function
+    return lambda *args: _formula(scope, name, *args) if len(args) == 1 and is_symbol(args[0]) else plain(*args)
 
 
 def _pow(scope: Scope) -> Callable[[Any, Any], Any]:
@@ -64,8 +63,7 @@ def _pow(scope: Scope) -> Callable[[Any, Any], Any]:
 
     def function(a: Any, b: Any) -> Any:
         if is_symbol(a) or is_symbol(b):
-            fa, fb = scope.apply("float", scope.lift(a)), scope.apply("float", scope.lift(b))
-            return scope.symbol(scope.apply("pow", fa, fb))
+            return _formula(scope, "pow", _formula(scope, "float", a), _formula(scope, "float", b))
         return plain(a, b)
 
     return function
@@ -82,11 +80,8 @@ def _sum(iterable: Iterable[Any], /, start: Any = 0) -> Any:
 
 
 def _sum_of_numbers(numbers: list[Any]) -> Any:
-    for each in numbers:
-        if is_symbol(each):
-            scope = each.node.scope
-            return scope.symbol(scope.apply("sum", *map(scope.lift, numbers)))
-    return _SUM(numbers[1:], numbers[0])
+    symbol = next(filter(is_symbol, numbers), None)
+    return _SUM(numbers[1:], numbers[0]) if symbol is None else _formula(symbol.node.scope, "sum", *numbers)
 
 
 _SUM = sum
@@ -103,7 +98,7 @@ def _of_numpy(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -
         # `number ** n` of a float64 and numpy.power(number, n) are told apart by nothing, and differ in the last bit.
         ambiguous = ufunc is numpy.power and type(inputs[0]) is numpy.float64
         if ufunc.__name__ in NUMPY and not kwargs and not ambiguous:
-            return _formula(self, ufunc.__name__, *inputs)
+            return _formula_of_numpys(self, ufunc.__name__, *inputs)
     elif is_lifted(self.node.expr):
         raise TypeError(f"numpy.{ufunc.__name__} of a symbol and other types")
     elif any(getattr(each, "dtype", numpy.float64) != numpy.float64 for each in inputs):
@@ -115,26 +110,25 @@ def _of_numpy(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -
     return getattr(ufunc, method)(*map(plain_number, inputs), **kwargs)
 
 
-def _formula(self: Any, name: str, *inputs: Any) -> Any:
-    scope = self.node.scope
+def _formula_of_numpys(self: Any, name: str, *numbers: Any) -> Any:
     # of numpy's own classes are constants alone
-    plain = [each.item() if isinstance(each, numpy.generic) else each for each in inputs]
-    return scope.symbol(scope.apply(f"numpy.{name}", *map(scope.lift, plain)))
+    plain = [each.item() if isinstance(each, numpy.generic) else each for each in numbers]
+    return _formula(self.node.scope, f"numpy.{name}", *plain)
 
 
 def _array(self: Any, dtype: Any = None, copy: Any = None) -> Any:
-    """An array, whose sums are in an order that no formula has."""
+    """An array of the present value. numpy sums an array in an order that no formula has."""
     return numpy.asarray(plain_number(self), dtype=dtype)
 
 
 def _clip(self: Any, low: Any, high: Any, out: None = None, **kwargs: Any) -> Any:
     if out is None and not kwargs and all(is_symbol(each) or type(each) in _NUMBERS for each in (low, high)):
-        return _formula(self, "clip", self, low, high)
+        return _formula_of_numpys(self, "clip", self, low, high)
     return _array(self).clip(low, high, out=out, **kwargs)
 
 
 def _round(self: Any, decimals: int = 0, out: None = None) -> Any:
-    return _formula(self, "round", self, decimals)
+    return _formula_of_numpys(self, "round", self, decimals)
 
 
 # ---- float
@@ -162,14 +156,14 @@ def _noting(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
             name = caller.f_globals.get("__name__", "")
             module = sys.modules.get(name)
             if name not in _FLOATS and module is not None and vars(module) is caller.f_globals:
-                _FLOATS[name] = _is_called_alone(module, "float")
+                _FLOATS[name] = _is_called_alone(module)
         return plain(self)
 
     return method
 
 
-def _is_called_alone(module: Any, name: str) -> bool:
-    """Whether a module's source does nothing with a built-in type but call it, annotate with it, and give it to
+def _is_called_alone(module: Any) -> bool:
+    """Whether a module's source does nothing with `float` but call it, annotate with it, and give it to
     `isinstance` and to a parser of arguments (`type=float`), and whether its source is there."""
     try:
         tree = ast.parse(inspect.getsource(module))
@@ -185,5 +179,5 @@ def _is_called_alone(module: Any, name: str) -> bool:
     parsed = {id(n.value) for n in nodes if isinstance(n, ast.keyword) and n.arg == "type"}
     notes = [getattr(n, of) for n in nodes for of in ("annotation", "returns") if getattr(n, of, None) is not None]
     annotated = {id(n) for note in notes for n in ast.walk(note)}
-    uses = [n for n in nodes if isinstance(n, ast.Name) and n.id == name]
+    uses = [n for n in nodes if isinstance(n, ast.Name) and n.id == "float"]
     return all(id(n) in called | parsed | annotated for n in uses)
