@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumux.scheduler.guard.bans import Ban
+from gpumux.scheduler.guard.budget import MOST_OVERDRAFT
 from gpumux.types import CollectiveEnded, Gang
 from tests.scheduler.scenarios import known_by_now
 
@@ -237,6 +238,42 @@ def test_what_is_lost_on_other_ranks_counts_on_all_of_them() -> None:
     assert high.solo_step() == pytest.approx(3e-3)
     assert max(high.ratios) == pytest.approx(4 / 3)
     assert high.host_wait == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_rank_holds_low_work_once_other_ranks_have_used_what_the_job_may_lose() -> None:
+    """Its low work costs nothing that it can see, neither beside pieces nor in the pause before the exchange."""
+    world = World("guarded")
+    world.job("high", "high", PIECES, gated=(1,), gang=Gang("g", 1, 4, "127.0.0.1:1"))
+    for number in range(80):
+        parked(world, number)
+        world.met("high", WAIT_S if number < 70 else 2 * WAIT_S)
+        finish(world, "high")
+    high = world.scheduler._state.guard.high_jobs["high"]
+    assert not high.shared_steps
+    world.job("low", "low", (1e-4,), max_inflight=64)
+    world.step("high", 80)
+    world.steps("low", 1)
+    assert ran(world) == [("high", 0)]  # not beside a piece of it
+    finish(world, "high")
+    assert ran(world) == []  # nor in its pause
+    (held,) = world.scheduler.held()
+    assert held.reason == "budget"
+    world.met("high", WAIT_S)
+    finish(world, "high")
+    number = 81
+    while not world.jobs["low"].out:
+        stepped_once(world, number, WAIT_S)
+        number += 1
+    assert high.budget.balance >= 0.0
+    assert number - 81 == MOST_OVERDRAFT  # steps that are as quick as alone, each of which pays back one credit
+
+
+def stepped_once(world: World, number: int, wait_s: float) -> None:
+    """A whole step of the high job, until low work runs."""
+    parked(world, number)
+    if not world.jobs["low"].out:
+        world.met("high", wait_s)
+        finish(world, "high")
 
 
 def test_an_exchange_is_known_from_steps_in_which_no_rank_runs_low_work() -> None:

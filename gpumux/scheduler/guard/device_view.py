@@ -196,7 +196,7 @@ class DeviceView:
                 high.passed = arrivals.count_passed(now - since, high.passed)
                 high.earliest_arrival = since + (0.0 if arrivals.unpredictable else arrivals.earliest(high.passed))
             # Where the exchange may suffer, each launch is looked at.
-            suffers = high.gate is not None and (high.calibrating or high.gate.suffers)
+            suffers = high.gate is not None and (high.holds_all() or high.gate.suffers)
             soonest = min(soonest, now if suffers else high.earliest_arrival)
         self._next_arrival, self._next_look = soonest, min(soonest, self._idle_changes)
 

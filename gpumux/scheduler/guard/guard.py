@@ -190,8 +190,8 @@ class SlowdownGuard:
         decision.beside = view.running
         for running in view.running:
             high, costs = running.high, running.costs
-            if high.calibrating:
-                return decision.hold_for(high, Hold("calibration", high.job.id))
+            if reason := high.holds_all():
+                return decision.hold_for(high, Hold(reason, high.job.id))
             low_costs = costs.beside(key)
             speed = low_costs.speed
             if share < 1.0 and not low_costs.known:
@@ -340,8 +340,8 @@ class SlowdownGuard:
     ) -> Hold | None:
         """Why a launch of `seconds` in a pause of the high job has to wait for the exchange that ends it; None: it has
         not."""
-        if high.calibrating:
-            return Hold("calibration", high.job.id)
+        if reason := high.holds_all():
+            return Hold(reason, high.job.id)
         if not gate.exchange.known:
             return None
         cost = gate.known_cost(key)

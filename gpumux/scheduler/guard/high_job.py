@@ -376,6 +376,14 @@ class HighJob:
         what a step takes alone."""
         return self.ranks == 1 or self.steps < FIRST_RANKS_STEPS or step % SOLO_EVERY == 0
 
+    def holds_all(self) -> str:
+        """Why no low work may run beside the job's steps, whatever it is expected to cost; "": some may. What low work
+        of other ranks costs the job is not known here, and neither is what this rank's costs those: where ranks have
+        lost more than they may, all of them wait until the mean is kept again."""
+        if self.calibrating:
+            return "calibration"
+        return "budget" if self.ranks > 1 and self.budget.balance < 0.0 else ""
+
     # ---- what happens
 
     def adopt(self, costs: HighCosts) -> None:
@@ -423,11 +431,13 @@ class HighJob:
     def end_step(self, step: JobStep, ended: float) -> None:
         """The step's last piece is done: update baselines, budget and arrival trust, and begin a calibration where one
         is due."""
-        costs, budget, shared = self.costs, self.budget, self.shared
+        costs, budget = self.costs, self.budget
         assert costs is not None
         seconds, from_idle, beside_high = ended - self.began, self.from_idle, self.beside_high
         baseline = costs.steps[1 if from_idle else 0]
-        if not shared and not beside_high and self.alone_on_all_ranks(step.id):
+        # If only steps with low work of its own counted, ranks that take turns would each spend the job's whole credit.
+        shared = self.shared or not self.alone_on_all_ranks(step.id)
+        if not shared and not beside_high:
             if baseline.known:
                 budget.solo_step_ended(seconds - baseline.value)
             if baseline.add(seconds):
@@ -454,7 +464,7 @@ class HighJob:
         self._end_calibration(not shared, baseline, step.id)
         if known and solo > 0.0:
             self.judge(1.0 + lost / solo, ended)
-            if shared:
+            if self.shared:
                 self.shared_steps += 1
         if beside_high:
             self.steps_beside_high += 1

@@ -149,11 +149,11 @@ def hold_for_arrival(
     idle_s, seconds, passed = now - since, end - now, high.passed
     if passed >= len(arrivals.sorted):
         return None
-    if high.calibrating and arrivals.chance_within(passed, idle_s, seconds) > SPOILS:
+    if (reason := high.holds_all()) and arrivals.chance_within(passed, idle_s, seconds) > SPOILS:
         clear = time_until_bearable(
             arrivals, passed, seconds, mean=0.0, worst=inf, room=0.0, affordable=0.0, rare=SPOILS
         )
-        return Hold("calibration", high.job.id, until=since + clear)
+        return Hold(reason, high.job.id, until=since + clear)
     if decision.idle_costs is None:
         decision.idle_costs = []
     decision.idle_costs.append(costs)
