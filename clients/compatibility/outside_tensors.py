@@ -811,6 +811,45 @@ def text_drawn_inside(train: Train) -> Any:
     return [run() for _ in range(BATCHES)], model
 
 
+@idiom("all data in two tensors outside, a minibatch cut out in the step by its number: x[i * n : (i + 1) * n]")
+def minibatch_cut_out_inside(train: Train) -> Any:
+    model, optimizer = _classifier()
+    x, y = torch.randn(48, 8), torch.randint(0, 4, (48,))
+
+    def step(i: int) -> Tensor:
+        loss = F.cross_entropy(model(x[i * 4 : (i + 1) * 4]), y[i * 4 : (i + 1) * 4])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = train(step, (0,), model=model, optimizer=optimizer)
+    return [run(i) for i in range(12)], model
+
+
+@idiom("a text in one tensor, columns side by side, of which get_batch(source, i) cuts bptt rows (word_language_model)")
+def text_cut_out_inside(train: Train) -> Any:
+    model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    source, bptt = torch.randint(0, 20, (50, 4)), 5
+
+    def get_batch(i: int) -> tuple[Tensor, Tensor]:
+        length = min(bptt, len(source) - 1 - i)
+        return source[i : i + length], source[i + 1 : i + 1 + length].view(-1)
+
+    def step(i: int) -> Tensor:
+        data, targets = get_batch(i)
+        loss = F.cross_entropy(model(data).view(-1, 20), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        return loss
+
+    run = train(step, (0,), model=model, optimizer=optimizer)
+    return [run(i) for i in range(0, len(source) - 1, bptt)], model
+
+
 def _noise(train: Train, draw: Callable[[Tensor], Tensor]) -> Any:
     model, optimizer = _classifier()
     batches = _batches()

@@ -29,7 +29,7 @@ from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Scope, is_lifted, is_symbol, of_enumeration
 from gpumux.capture.values import functions
 from gpumux.capture.values.conjugates import Conjugates
-from gpumux.capture.values.products import product
+from gpumux.capture.values.gradients import product
 from gpumux.capture.watch.walk import Origin, of_path
 from gpumux.errors import CaptureError, DataDependent
 

@@ -7,7 +7,7 @@ optimizer included. The user's own parameters and buffers stay in place. When on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -39,8 +39,9 @@ from gpumux.capture.state import share_bytes
 from gpumux.capture.symbols import Expr, Scope, is_lifted, is_symbol, of_python
 from gpumux.capture.values.asserted import AssertedValues
 from gpumux.capture.values.conjugates import Conjugates
+from gpumux.capture.values.gradients import bag_backward, refuse_by_values
 from gpumux.capture.values.host import HostTensors
-from gpumux.capture.values.products import refuse_by_values
+from gpumux.capture.values.places import Places
 from gpumux.capture.values.selected import Selected
 from gpumux.capture.values.shapes import KnownShapes
 from gpumux.errors import CaptureError, DataDependent, UnsupportedOperator
@@ -541,11 +542,13 @@ class Recorder(TorchDispatchMode):
     """Dispatch mode that records a trace. `lookup`: finds tensors of the job's state; `unknown`: the error for a tensor
     of another trace; `refused`: notes any other tensor, or raises; `allowed`: whether a Program may contain an
     operator; `gpu`: whether the step runs on a GPU; `constant`, `state_value`: see values/constants.py and
-    values/held.py; `after_backward`: is called before the first operator behind each backward pass."""
+    values/held.py; `places`: `known`, `fixed` and `fix` of values/places.py; `after_backward`: is called before the
+    first operator behind each backward pass."""
 
     def __init__(
         self, scope: Scope, tape: RngTape, *, lookup: Lookup, unknown: Callable[[torch.Tensor], Exception],
         refused: Callable[[torch.Tensor], None], allowed: Callable[[str], bool], observer: Observer,
+        places: tuple[Collection[int], Collection[str], Callable[[str], Exception]],
         device: str = "cpu", layers: Layers | None = None, gpu: bool = False,
         constant: Constant = lambda record, view: None, after_backward: Callable[[], None] | None = None,
         state_value: StateValue | None = None,
@@ -578,6 +581,10 @@ class Recorder(TorchDispatchMode):
         self.builder = TraceBuilder(scope, tape, allowed, self.device, gpu=gpu)
         self.conjugates = Conjugates(self.builder.keep, self._device_op, self._lift)
         self._on_host = HostTensors(scope, self.builder.keep)
+        self.places = Places(
+            scope, *places, operator=self._device_op, number=self.materialise, fake=self.to_fake,
+            is_host=self.is_host, device=self.device,
+        )  # fmt: skip
         self.host = self._on_host.values  # storage -> value of a tracked 0-dim tensor
         self.record = self.builder.record
         self.view_of = self.builder.view_of
@@ -809,7 +816,7 @@ class Recorder(TorchDispatchMode):
         if func is aten._is_all_true.default or func is aten._is_any_true.default:
             raise values_checked()
         if func is aten._embedding_bag_backward.default and not self._gpu:
-            return self._bag_backward(args, kwargs)
+            return bag_backward({p.name: value for p, value in bind(schema_of(func), args, kwargs)}, self._device_op)
         symbols = self.scope.symbols_of(func.overloadpacket.__name__)
         if symbols:
             kwargs = {**kwargs, **symbols}
@@ -823,6 +830,8 @@ class Recorder(TorchDispatchMode):
                 return self._into(out, self._device_op(functional, args, given))
         if func is aten.mul_.Tensor and not self._gpu and self._rounds_number(*args):
             return self._into(args[0], self._device_op(aten.mul.Tensor, args, kwargs))
+        if func is aten.slice.Tensor and (window := self.places.sliced(args)) is not None:
+            return window
         done, out = self._shapes.made(func, args, kwargs)
         if done:
             return out
@@ -867,26 +876,6 @@ class Recorder(TorchDispatchMode):
         with torch.utils._python_dispatch._disable_current_modes():
             found = func(*values)
         return self._lift(found) if isinstance(found, torch.Tensor) else found
-
-    def _bag_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operators that the backward of EmbeddingBag runs on the CPU, of which torch records one call."""
-        given = {
-            param.name: value for param, value in bind(schema_of(aten._embedding_bag_backward.default), args, kwargs)
-        }
-        if given.pop("sparse"):
-            raise UnsupportedOperator(
-                f"{user_line()} makes a sparse gradient (EmbeddingBag)",
-                "make it with sparse=False: SGD or Adam takes it",
-            )
-        offsets, count = given.pop("offsets"), given["indices"].shape[0]
-        if count and not given["offset2bag"].shape[0]:  # the forward pass of sums needs none
-            starts = self._device_op(aten.new_zeros.default, (offsets, [count + 1]), {})
-            ones = self._device_op(aten.ones_like.default, (offsets,), {})
-            self._device_op(aten.index_add_.default, (starts, 0, offsets, ones), {})
-            bags = self._device_op(aten.cumsum.default, (starts, 0), {"dtype": offsets.dtype})
-            bags = self._device_op(aten.sub.Scalar, (bags, 1), {})
-            given["offset2bag"] = self._device_op(aten.slice.Tensor, (bags, 0, 0, count), {})
-        return self._device_op(aten._embedding_bag_dense_backward.default, tuple(given.values()), {})
 
     def _into(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Record an `out=` call as the operator and a copy, which every device can run."""
@@ -935,8 +924,15 @@ class Recorder(TorchDispatchMode):
         keep: list[torch.Tensor] = []
         fake_args = tuple(self._concrete(a, originals, keep) for a in args)
         fake_kwargs = {k: self._concrete(v, originals, keep) for k, v in kwargs.items()}
-        out = self._run_fake(func, fake_args, fake_kwargs)
         schema = schema_of(func)
+        if self.places:
+            bound = bind(schema, fake_args, fake_kwargs)
+            given = [
+                (t, p.writes or i in schema.hidden_writes) for i, (p, v) in enumerate(bound) for t in tensors_in(v)
+            ]
+            if self.places.met(func, args, fake_args, given):
+                return args[0]
+        out = self._run_fake(func, fake_args, fake_kwargs)
         self.builder.write(func, schema, args, kwargs, fake_args, fake_kwargs, out)
         if schema.mutable:
             if torch.Tag.inplace_view in func.tags:  # the fake tensor was reshaped, but not the real one

@@ -821,7 +821,7 @@ class StepFunction:
             log.debug("%s: its numbers stay constants: %s", self.name, error)
             return None
         known = not self._extend(fingerprint, with_symbols.executed)
-        plain = self._trace_once(case, args, kwargs, state, expected=with_symbols.moved)
+        plain = self._trace_once(case, args, kwargs, state, expected=with_symbols.moved, places=with_symbols.places)
         if same_for_these_numbers(with_symbols, plain):
             return with_symbols
         if not known:
@@ -903,7 +903,7 @@ class StepFunction:
 
     def _trace_once(
         self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool = False, symbols: bool = False,
-        expected: Collection[str] = (),
+        expected: Collection[str] = (), places: Collection[int] = (),
     ) -> RawTrace:  # fmt: skip
         lifted = case.fingerprint.lifted
         # What the first trace changed for good may be such a number, which would be counted once too often.
@@ -912,7 +912,7 @@ class StepFunction:
         movable = lambda v: settled and v not in out and self._failures[v] < _TRIES  # noqa: E731
         found = self._tracer.trace(
             self.fn, args, kwargs, state.structure, state.host, case.fingerprint, may_change, self._by_device,
-            Lift(case.lifted, symbols, movable, expected, self._switches),
+            Lift(case.lifted, symbols, movable, expected, self._switches, places),
         )  # fmt: skip
         self._late.clear()  # what this trace did not change, the one before it did not either
         return found

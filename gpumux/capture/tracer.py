@@ -370,6 +370,7 @@ class RawTrace:
     homes: set[int] = field(default_factory=set)  # ids of the objects with the places of `left` and `replays`
     moved: dict[str, str] = field(default_factory=dict)  # variables in which the step leaves constants, and these
     ranks: Any = None  # what a RankSplitter (step.py) made of the step
+    places: frozenset[int] = frozenset()  # which slices are at places that change (values/places.py)
     after_backward: AfterBackward | None = None  # None: no gradient was computed
     read_values: dict[int, ReadValue] = field(default_factory=dict)  # of the job's buffers, by which Python decided
     lowered: dict[Any, Any] = field(init=False, default_factory=dict)  # what lower() made of it; no copy has it
@@ -424,6 +425,7 @@ class Tracer:
         self.table = table
         self.outside: Outside | None = None  # None: tensors of no model are refused
         self.held = HeldValues(table, replicas=replicas)
+        self._fixed_places: set[str] = set()  # lines where a slice is a view, at whatever place (values/places.py)
         self._begun = begun
         self._record = TraceRecord()  # of the present trace, or the last one
         self._backward: AfterBackward | None = None  # the newest backward pass in it
@@ -496,6 +498,7 @@ class Tracer:
             allowed=self._allowed, observer=observer, device=self._device, layers=layers, gpu=self.table.gpu,
             constant=constant_value, after_backward=lambda: self._note_gradients(rec),
             state_value=None if self.outside is None else read.value,
+            places=(lift.places, self._fixed_places, lambda line: TraceOver(partial(self._fixed_places.add, line))),
         )  # fmt: skip
         scaling = Scaling(
             self.table.gpu, lambda optimizer, skip: rec.skips.append((optimizer, rec.view_of(rec.to_fake(skip)))),
@@ -792,6 +795,7 @@ class Tracer:
     # ---- after the step ----------------------------------------------------------------------------
 
     def _finish(self, rec: Recorder, scope: Scope, entry: Structure, out: Any, groups: list[Any]) -> RawTrace:
+        rec.places.refuse()
         written = written_inputs(rec.record)
         if rec.builder.in_backward:
             self._note_gradients(rec)
@@ -827,7 +831,7 @@ class Tracer:
             ]
         return RawTrace(
             rec.record, tuple(scope.guards.values()), results, spec, optimizers, gradients, changed, [], entry,
-            further=further, after_backward=self._backward,
+            further=further, after_backward=self._backward, places=frozenset(rec.places.found),
         )  # fmt: skip
 
     def _note_gradients(self, rec: Recorder) -> None:

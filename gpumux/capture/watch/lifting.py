@@ -36,13 +36,15 @@ class Lift:
     `symbols` the lifted variables of the fingerprint are, too. Without `symbols` all are plain. `movable`: whether a
     variable that the step changes may become a symbol, for which Moves is raised. `expected`: names of the variables
     that it changed in the trace with symbols. `switches`: whether a variable that gets a constant where it held none
-    is changed at each call, as a flag is."""
+    is changed at each call, as a flag is. `places`: which slices are at places that change, as the trace with symbols
+    found (RawTrace.places)."""
 
     batch: frozenset[int] = frozenset()
     symbols: bool = False
     movable: Callable[[Variable], bool] = lambda variable: False
     expected: Collection[str] = ()
     switches: bool = False
+    places: Collection[int] = ()
 
     def leaf(self, position: int, value: Any, scope: Scope) -> Any:
         """What the step gets as this leaf of the batch, which is no tensor."""

@@ -1,17 +1,23 @@
-"""The gradient of a product.
+"""Gradients that torch does not record as it computes them: of a product, and of an EmbeddingBag.
 
 torch decides by values how to compute the gradient of torch.prod: where no factor is zero, it divides the product by
 each factor; otherwise it multiplies the others. For tensors without values, those of a trace, it always multiplies, and
 the last bits are not those of the plain loop. So while a step is traced, the gradient is both, and the step chooses.
+
+The gradient of an EmbeddingBag is one call to a trace, and several operators on a CPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from gpumux.errors import CaptureError
+from gpumux.capture.source import user_line
+from gpumux.errors import CaptureError, UnsupportedOperator
+
+aten = torch.ops.aten
 
 _PLAIN = torch.Tensor.prod
 # Nodes of the autograd graph whose operators are not those of the plain loop.
@@ -86,3 +92,21 @@ def _of_others(grad: torch.Tensor, source: torch.Tensor, dim: int) -> torch.Tens
     before = torch.cat([one, source.narrow(dim, 0, rest)], dim).cumprod(dim)
     behind = torch.cat([one, source.narrow(dim, 1, rest).flip(dim)], dim).cumprod(dim).flip(dim)
     return grad * (before * behind)
+
+
+def bag_backward(given: dict[str, Any], operator: Callable[..., Any]) -> Any:
+    """The operators that the backward of EmbeddingBag runs on the CPU, of which torch records one call. `given`: its
+    arguments by name; `operator`: records an operator and gives its result. Raises UnsupportedOperator."""
+    if given.pop("sparse"):
+        raise UnsupportedOperator(
+            f"{user_line()} makes a sparse gradient (EmbeddingBag)", "make it with sparse=False: SGD or Adam takes it"
+        )
+    offsets, count = given.pop("offsets"), given["indices"].shape[0]
+    if count and not given["offset2bag"].shape[0]:  # the forward pass of sums needs none
+        starts = operator(aten.new_zeros.default, (offsets, [count + 1]), {})
+        ones = operator(aten.ones_like.default, (offsets,), {})
+        operator(aten.index_add_.default, (starts, 0, offsets, ones), {})
+        bags = operator(aten.cumsum.default, (starts, 0), {"dtype": offsets.dtype})
+        bags = operator(aten.sub.Scalar, (bags, 1), {})
+        given["offset2bag"] = operator(aten.slice.Tensor, (bags, 0, 0, count), {})
+    return operator(aten._embedding_bag_dense_backward.default, tuple(given.values()), {})

@@ -1,0 +1,215 @@
+"""Slices at places that change from step to step: one Program for all of them, and the plain loop's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpumux import client
+from gpumux.capture.tracer import Tracer
+
+STEPS = 24
+ROWS = 40
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often a step was traced."""
+    count, trace = [0], Tracer.trace
+
+    def counted(self: Tracer, *args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return trace(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tracer, "trace", counted)
+    return count
+
+
+class Held(nn.Module):
+    """A layer and a bank of features, with rows of `width` numbers."""
+
+    bank: Tensor
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, width)
+        self.register_buffer("bank", torch.randn(ROWS, width))
+        self.register_buffer("columns", torch.randn(width, ROWS))
+
+
+Body = Callable[[Held, Tensor, int], Any]
+
+
+def run(body: Body, places: list[int], wrap: Callable[..., Any], width: int = 4) -> list[Tensor]:
+    """All that `body` returns in steps at these places, and what the model holds at the end."""
+    torch.manual_seed(5)
+    model = Held(width)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    batches = [torch.randn(3, 6) for _ in range(4)]
+
+    def step(x: Tensor, place: int) -> Any:
+        features = model.layer(x)
+        loss = F.mse_loss(features, torch.ones_like(features))
+        more = body(model, features, place)
+        optimizer.zero_grad()
+        (loss if more is None else loss + more).backward()
+        optimizer.step()
+        return loss.detach() if more is None else more.detach()
+
+    call = wrap(step, (batches[0], places[0]), model, optimizer)
+    found = [torch.as_tensor(call(batches[i % 4], place)).clone() for i, place in enumerate(places)]
+    return [*found, *(value.clone() for value in model.state_dict().values())]
+
+
+def compared(body: Body, places: list[int], endpoint: str, width: int = 4) -> None:
+    """The bits are those of the plain loop."""
+    wanted = run(body, places, lambda step, example, model, optimizer: step, width)
+    jobs: list[Any] = []
+
+    def ours(step: Any, example: Any, model: Any, optimizer: Any) -> Any:
+        jobs.append(client.submit(step, example=example, model=model, optimizer=optimizer, endpoint=endpoint))
+        return lambda *batch: jobs[0].step(*batch).detach()
+
+    try:
+        found = run(body, places, ours, width)
+    finally:
+        for job in jobs:
+            job.close()
+    assert all(map(torch.equal, found, wanted))
+
+
+def read(model: Held, features: Tensor, place: int) -> Any:
+    return ((features - model.bank[place : place + 3]) ** 2).sum()
+
+
+def read_labels(model: Held, features: Tensor, place: int) -> Any:
+    return (features[:, 0] * ORDER[place : place + 3]).sum()
+
+
+def written(model: Held, features: Tensor, place: int) -> Any:
+    model.bank[place : place + 3] = features.detach()
+    return (features @ model.bank.t()).logsumexp(1).mean()
+
+
+def written_across(model: Held, features: Tensor, place: int) -> Any:
+    model.columns[:, place : place + 3] = features.detach().t().double()
+    return (features @ model.columns).logsumexp(1).mean()
+
+
+def read_then_written(model: Held, features: Tensor, place: int) -> Any:
+    with torch.no_grad():
+        old = model.bank[place : place + 3]
+        model.bank[place : place + 3] = 0.5 * old + 0.5 * features
+    return model.bank[place : place + 3].sum() * features.sum()
+
+
+def one_number(model: Held, features: Tensor, place: int) -> Any:
+    model.bank[place : place + 2] = 0.25
+    return (features @ model.bank.t()).mean()
+
+
+ORDER = torch.arange(ROWS)
+ONCE = [read, read_labels, written, written_across, read_then_written, one_number]
+
+
+@pytest.mark.parametrize("body", ONCE)
+def test_one_program_serves_all_places(body: Body, endpoint: str, traces: list[int]) -> None:
+    compared(body, [(7 * i) % (ROWS - 3) for i in range(STEPS)], endpoint)
+    assert traces[0] <= 8  # plain, with the number as a symbol, and what confirms them
+
+
+def changed_in_place(model: Held, features: Tensor, place: int) -> Any:
+    model.bank[place : place + 3] += features.detach()
+    return (features @ model.bank.t()).mean()
+
+
+def read_after_a_change(model: Held, features: Tensor, place: int) -> Any:
+    rows = model.bank[place : place + 3]
+    model.bank.mul_(0.9)
+    return ((features - rows) ** 2).sum()
+
+
+def written_after_a_read(model: Held, features: Tensor, place: int) -> Any:
+    rows = model.bank[place : place + 3]
+    more = features.sum() * float(rows.shape[0]) + rows.sum()
+    rows.copy_(features.detach())
+    return more + (features @ model.bank.t()).mean()
+
+
+def read_across(model: Held, features: Tensor, place: int) -> Any:
+    return (features @ model.columns[:, place : place + 3]).sum()
+
+
+def part_written(model: Held, features: Tensor, place: int) -> Any:
+    rows = model.bank[place : place + 3]
+    rows[1] = 2.0
+    return (features @ model.bank.t()).mean()
+
+
+def of_a_part(model: Held, features: Tensor, place: int) -> Any:
+    rows = model.bank[place : place + 5][place % 2 : place % 2 + 3]
+    rows.copy_(features.detach())
+    return (features @ model.bank.t()).mean()
+
+
+def moved(model: Held, features: Tensor, place: int) -> Any:
+    model.bank[place : place + 3] = model.bank[place + 3 : place + 6]
+    return (features @ model.bank.t()).mean()
+
+
+def with_gradients(model: Held, features: Tensor, place: int) -> Any:
+    return (model.layer.weight[place % 2 : place % 2 + 2] ** 2).sum() * features.sum()
+
+
+def gradients_written(model: Held, features: Tensor, place: int) -> Any:
+    out = torch.zeros(ROWS, features.shape[1])
+    out[place : place + 3] = features
+    return (out * model.bank).sum()
+
+
+def to_the_end(model: Held, features: Tensor, place: int) -> Any:
+    return model.bank[place:].sum() * features.sum()
+
+
+def beyond_the_end(model: Held, features: Tensor, place: int) -> Any:
+    return model.bank[place + ROWS - 6 : place + ROWS - 3].sum() * features.sum()
+
+
+def caught(model: Held, features: Tensor, place: int) -> Any:
+    try:
+        rows = model.bank[place : place + 3]
+        rows.mul_(2.0)
+    except Exception:  # noqa: BLE001 - as scripts write it
+        return features.sum()
+    return model.bank.sum() * features.sum()
+
+
+VIEWS = [
+    changed_in_place, read_after_a_change, written_after_a_read, read_across, part_written, of_a_part, moved,
+    with_gradients, gradients_written, to_the_end, beyond_the_end, caught,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", VIEWS)
+def test_what_no_copy_can_stand_for_is_a_view_at_each_place(body: Body, endpoint: str) -> None:
+    compared(body, [(i * 3) % 5 for i in range(10)], endpoint)
+
+
+def test_rows_that_begin_between_aligned_addresses_are_views(endpoint: str, traces: list[int]) -> None:
+    """Kernels may round otherwise there. Every second place is aligned where a row has 24 bytes."""
+    compared(read, [0, 2, 4, 6, 8, 10, 12], endpoint, width=6)
+    assert traces[0] <= 8
+    compared(read, [0, 2, 4, 5, 7, 6, 5], endpoint, width=6)
+
+
+def test_another_length_is_another_variant(endpoint: str) -> None:
+    lengths = {0: 3, 1: 2, 2: 3}
+    compared(
+        lambda model, features, place: model.bank[place : place + lengths[place % 3]].sum() * features.sum(),
+        [0, 1, 2, 3, 4, 5, 6], endpoint,
+    )  # fmt: skip
