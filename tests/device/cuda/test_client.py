@@ -319,3 +319,28 @@ def test_a_lost_gpu_is_told_to_its_clients_and_ends_the_daemon() -> None:
         with suppress(GpumuxError):
             job.close(drain=False)
         assert daemon.wait(START_S) == 74
+
+
+def test_a_slice_at_a_place_that_changes_is_one_program(endpoint: str, lowered: list[Lowered]) -> None:
+    def make() -> Work:
+        model = nn.Linear(4, 3).double()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        data, bank = torch.randn(60, 4, dtype=torch.float64), torch.zeros(60, 3, dtype=torch.float64)
+
+        def step(i: int) -> torch.Tensor:
+            found = model(data[i : i + 5])
+            loss = (found**2).mean() + (found @ bank.t()).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            bank[i : i + 5] = found.detach()
+            return loss
+
+        return Work([model], [optimizer], [(step, (0,))], lambda run: [run(5 * i % 55) for i in range(14)])
+
+    want, want_state = plain(make)
+    lowered.clear()
+    got, got_state = through(make, endpoint)
+    close(want, got, 1e-9)
+    close(want_state, got_state, 1e-9)
+    assert len(lowered) <= 4
