@@ -662,6 +662,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(tensor, FakeTensor):
             if tensor.fake_mode is not self.fake_mode:
                 raise self._unknown(tensor)
+            if self.places:
+                self.places.refuse_stale(tensor)
             return tensor
         if tensor.layout is not torch.strided:
             raise self._unknown(tensor)

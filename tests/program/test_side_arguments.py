@@ -275,6 +275,7 @@ def test_every_allowed_operator_has_a_row_and_no_other():
     assert {row["by"] for row in ROWS.values()} == {"one", "rule", "kernel", "index", "gpu"}
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", sorted(ALLOWED))
 def test_a_row_says_what_holds(name: str):
     row = ROWS[name]

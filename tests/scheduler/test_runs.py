@@ -183,4 +183,4 @@ def test_the_history_says_which_pieces() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", ["guarded", "paced", "fifo", "streams"])
 def test_promises_hold_in_every_life_in_which_high_jobs_come_and_go(policy: str) -> None:
-    live(type("Runs", (Life,), {"policy": policy, "info": IN_RUNS, "priorities": ("low",)}), 40)
+    live(type("Runs", (Life,), {"policy": policy, "info": IN_RUNS, "priorities": ("low",)}), 20)

@@ -14,7 +14,7 @@ tensor was changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -134,11 +134,12 @@ class Places:
         """An operator is about to run on `fakes`, which stand for `args`; `given` are its tensors, and whether it
         changes them. Whether that is done already, as it writes a whole window. Raises what has the step traced
         anew."""
-        if func in _WHOLE:
-            window = self._windows.get(_key(fakes[0]))
+        window = self._windows.get(_key(fakes[0])) if func in _WHOLE else None
+        if window is not None:
+            # Autograd would look for the gradient of what is written where the window's own memory begins.
             linked = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args[:2])
             value = 0 if func is aten.zero_.default else fakes[1] if isinstance(fakes[1], torch.Tensor) else args[1]
-            if window is not None and not linked and self._takes(window, fakes[0], value):
+            if not linked and self._takes(window, fakes[0], value):
                 self._write(window, value)
                 return True
         for tensor, written in given:
@@ -147,11 +148,21 @@ class Places:
             if window is not None and not window.read:
                 window.read = window.readable and self._aligned(window.place)
             if window is not None and (written or window.stale or not window.read):
-                self._over = self._fix(window.line)
-                raise self._over
+                self._end(window)
             if written:
                 self._changed(key)
         return False
+
+    def refuse_stale(self, tensor: torch.Tensor) -> None:
+        """Raise what has the step traced anew, if the values of a window are not what the view would have. What the
+        step returns and leaves is asked for here, too."""
+        window = self._windows.get(_key(tensor))
+        if window is not None and window.stale:
+            self._end(window)
+
+    def _end(self, window: _Window) -> NoReturn:
+        self._over = self._fix(window.line)
+        raise self._over
 
     def _aligned(self, place: _Place) -> bool:
         """Whether all that the view would begin at is as even an address as the copy's. Keeps the condition."""
@@ -168,10 +179,9 @@ class Places:
 
     @staticmethod
     def _takes(window: _Window, target: torch.Tensor, value: Any) -> bool:
-        """Whether `target.copy_(value)` writes the place of a window that nothing has read."""
+        """Whether `target.copy_(value)` writes the place of the window, and no more than it from elsewhere."""
         whole = target.shape == window.result.shape and target.stride() == window.result.stride()
-        itself = isinstance(value, torch.Tensor) and _key(value) == _key(window.place.source)
-        return whole and not (window.read or window.stale or itself)
+        return whole and not (isinstance(value, torch.Tensor) and _key(value) == _key(window.place.source))
 
     def _write(self, window: _Window, value: Any) -> None:
         source, dim, _, _ = window.place
