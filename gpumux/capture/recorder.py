@@ -714,6 +714,7 @@ class Recorder(TorchDispatchMode):
         """Let a tensor of the job lie where the fake tensor `to` does, for the rest of the trace; None: at its home."""
         self._moved.pop(id(tensor), None)
         if to is not None:
+            self.places.refuse_left(to)
             with torch.utils._python_dispatch._disable_current_modes():
                 alias = self._operators.view(
                     to.untyped_storage(), to.size(), to.stride(), to.dtype, int(to.storage_offset())

@@ -804,6 +804,7 @@ class Tracer:
         with torch.no_grad():
             for leaf in leaves:
                 results.append(self._result(rec, leaf))
+            rec.places.returned()
             results += [TensorResult(view) for view, _ in rec.checks]
             results += [TensorResult(rec.record.inputs[position]) for position in written]
             further: list[ValueCheck | WrittenInput | SkippedStep] = [ValueCheck(wrong) for _, wrong in rec.checks]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpumux import client
+from gpumux import client, errors
 from gpumux.capture.tracer import Tracer
 
 STEPS = 24
@@ -41,6 +41,7 @@ class Held(nn.Module):
         self.layer = nn.Linear(6, width)
         self.register_buffer("bank", torch.randn(ROWS, width))
         self.register_buffer("columns", torch.randn(width, ROWS))
+        self.moving = nn.Parameter(torch.zeros(3, width), requires_grad=False)
         self.register_buffer("last", torch.zeros(3, width))
 
 
@@ -211,6 +212,28 @@ def kept_in_a_buffer(model: Held, features: Tensor, place: int) -> Any:
     model.bank.mul_(0.9)
     model.last = rows.clone()
     return more
+
+
+def test_a_slice_that_is_left_in_a_buffer_is_refused_as_one_at_a_fixed_place_is(endpoint: str) -> None:
+    """In the plain loop they share memory."""
+
+    def body(model: Held, features: Tensor, place: int) -> Any:
+        if place:  # the first capture is one at a fixed place
+            model.last = model.bank[place : place + 3]
+        return model.last.sum() * features.sum()
+
+    with pytest.raises(errors.CaptureError, match="shares memory"):
+        compared(body, [0, 3, 6], endpoint)
+
+
+def test_a_parameter_that_is_moved_onto_a_slice_is_no_copy_of_it(endpoint: str) -> None:
+    def body(model: Held, features: Tensor, place: int) -> Any:
+        if place:
+            model.moving.data = model.bank[place : place + 3]
+        return (model.moving * features.detach()).sum() + features.sum()
+
+    with pytest.raises(errors.CaptureError):
+        compared(body, [0, 3, 6], endpoint)
 
 
 VIEWS = [

@@ -64,7 +64,7 @@ class Places:
         self._slices = 0  # made so far
         self.found: set[int] = set()  # numbers of those that are windows
         self._windows: dict[int, _Window] = {}  # by storage
-        self._making = False
+        self._making = self._returned = False
         self._over: Exception | None = None  # what ended the trace, though the script may have caught it
 
     def __bool__(self) -> bool:
@@ -155,10 +155,20 @@ class Places:
 
     def refuse_stale(self, tensor: torch.Tensor) -> None:
         """Raise what has the step traced anew, if the values of a window are not what the view would have. What the
-        step returns and leaves is asked for here, too."""
+        step returns and leaves behind is asked for here, too."""
         window = self._windows.get(_key(tensor))
-        if window is not None and window.stale:
+        if window is not None and (window.stale or self._returned):
             self._end(window)
+
+    def refuse_left(self, tensor: torch.Tensor) -> None:
+        """Raise the same for a window in a place where the view would share memory from now on."""
+        window = self._windows.get(_key(tensor))
+        if window is not None:
+            self._end(window)
+
+    def returned(self) -> None:
+        """The step's results are known: where it leaves a window from now on, the view would share memory."""
+        self._returned = True
 
     def _end(self, window: _Window) -> NoReturn:
         self._over = self._fix(window.line)
