@@ -292,9 +292,7 @@ def verdict(measured: dict[str, Measured]) -> str:
     said = f"promised: at most {MAX_SLOWDOWN:.2f} of the time alone; beside low jobs {slowdown:.2f}: {kept}"
     cores = len(os.sched_getaffinity(0))
     if cores < RANKS:
-        said += (
-            f"\n({cores} cores for {RANKS} devices: a low job also takes time of ranks at other daemons, unseen there)"
-        )
+        said += f"\n({cores} cores for {RANKS} devices: low jobs and daemons take time of all ranks)"
     return said
 
 
