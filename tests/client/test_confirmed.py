@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from gpumux import client, errors
-from gpumux.capture.tracer import Tracer
 from gpumux.client import Job
 from tests.threads import one_thread
 
@@ -28,20 +27,6 @@ class Own(torch.optim.Adam):
             state = self.state[p]
             state["mean"] = state["mean"] * 0.9 + p.grad if state else p.grad.clone()
             p -= 0.1 * state["mean"]
-
-
-@pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each trace."""
-    made: list[int] = []
-    plain = Tracer.trace
-
-    def trace(self: Tracer, *args: Any, **kwargs: Any) -> Any:
-        made.append(len(made))
-        return plain(self, *args, **kwargs)
-
-    monkeypatch.setattr(Tracer, "trace", trace)
-    return made
 
 
 def loop(

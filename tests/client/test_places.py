@@ -11,23 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpumux import client, errors
-from gpumux.capture.tracer import Tracer
 
 STEPS = 24
 ROWS = 40
-
-
-@pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often a step was traced."""
-    count, trace = [0], Tracer.trace
-
-    def counted(self: Tracer, *args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return trace(self, *args, **kwargs)
-
-    monkeypatch.setattr(Tracer, "trace", counted)
-    return count
 
 
 class Held(nn.Module):
@@ -132,7 +118,7 @@ ONCE = [read, read_labels, written, written_across, read_then_written, written_a
 @pytest.mark.parametrize("body", ONCE)
 def test_one_program_serves_all_places(body: Body, endpoint: str, traces: list[int]) -> None:
     compared(body, [(7 * i) % (ROWS - 3) for i in range(STEPS)], endpoint)
-    assert traces[0] <= 8  # plain, with the number as a symbol, and what confirms them
+    assert len(traces) <= 8  # plain, with the number as a symbol, and what confirms them
 
 
 def changed_in_place(model: Held, features: Tensor, place: int) -> Any:
@@ -246,7 +232,7 @@ VIEWS = [
 @pytest.mark.parametrize("body", VIEWS)
 def test_what_no_copy_can_stand_for_is_a_view_at_each_place(body: Body, endpoint: str, traces: list[int]) -> None:
     compared(body, [(i * 3) % 5 for i in range(10)], endpoint)
-    assert traces[0] >= 2 * 5
+    assert len(traces) >= 2 * 5
 
 
 def test_a_place_beyond_the_end_is_another_variant(endpoint: str) -> None:
@@ -256,10 +242,10 @@ def test_a_place_beyond_the_end_is_another_variant(endpoint: str) -> None:
 def test_rows_that_begin_between_aligned_addresses_are_views(endpoint: str, traces: list[int]) -> None:
     """Kernels may round otherwise there. Every second place is aligned where a row has 24 bytes."""
     compared(read, [0, 2, 4, 6, 8, 10, 12, 14, 16], endpoint, width=6)
-    aligned = traces[0]
+    aligned = len(traces)
     assert aligned <= 8
     compared(read, [0, 2, 4, 3, 5, 7, 9, 11, 13], endpoint, width=6)
-    assert traces[0] - aligned >= 2 * 6
+    assert len(traces) - aligned >= 2 * 6
 
 
 def test_another_length_is_another_variant(endpoint: str) -> None:

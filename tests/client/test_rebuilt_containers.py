@@ -14,23 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpumux.capture.tracer import Tracer
 from tests.client.parity import Work, check
 from tests.client.python_changes import DATA, net
-
-
-@pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Has an item for each trace."""
-    made: list[int] = []
-    trace = Tracer.trace
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made.append(1)
-        return trace(self, *args, **kwargs)
-
-    monkeypatch.setattr(Tracer, "trace", counted)
-    return made
 
 
 def counting(
