@@ -408,12 +408,12 @@ def _enqueue(model: _Queue, keys: Tensor) -> None:
     model.pointer[0] = (pointer + 4) % 12
 
 
-@idiom(
-    "a queue of negatives in a buffer, its pointer read by int(self.pointer) (MoCo as published)",
-    refused=DataDependent,
-    instead="keep the position as a tensor: queue.index_copy_(1, (pointer + torch.arange(n)) % size, keys.T)",
-    changed=lambda train: _queue(train, _enqueue_by_a_tensor),
-)
+@idiom("a queue of negatives in a buffer, written at a pointer that is a tensor: queue.index_copy_(1, index, keys.T)")
+def queue_with_a_tensor(train: Train) -> Any:
+    return _queue(train, _enqueue_by_a_tensor)
+
+
+@idiom("a queue of negatives in a buffer, its pointer read by int(self.pointer) (MoCo as published)")
 def queue_with_pointer(train: Train) -> Any:
     return _queue(train, _enqueue)
 

@@ -1012,16 +1012,12 @@ class NumberedMoCo(MoCo):
         self.ptr = (self.ptr + keys.shape[0]) % self.size
 
 
+@idiom("MoCo with the queue's pointer in a Python number")
 def moco_with_a_number(train: Train) -> Any:
     return _moco(train, NumberedMoCo())
 
 
-@idiom(
-    "MoCo: a momentum encoder by param_k.data = ..., a queue with a pointer",
-    refused=DataDependent,
-    instead="int(self.queue_ptr) reads a tensor: keep the pointer in a Python number, self.ptr = (self.ptr + n) % size",
-    changed=moco_with_a_number,
-)
+@idiom("MoCo: a momentum encoder by param_k.data = ..., a queue with a pointer")
 def moco(train: Train) -> Any:
     return _moco(train, MoCo())
 

@@ -28,7 +28,6 @@ from gpumux.capture.patches import RngTape
 from gpumux.capture.source import (
     Layers,
     Observer,
-    counting,
     instead_of,
     origin,
     user_line,
@@ -498,9 +497,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 aten = torch.ops.aten
 
 
-# Operators by which ASGD makes the numbers of its state (step, mu), whose values its Python reads later. Optimizers
-# that make them in the same way but do not read them (fused and capturable ones) leave them on the device.
-_FILLED = {aten.zeros.default: 0, aten.ones.default: 1}
 _HALF = (torch.bfloat16, torch.float16)
 
 # Operators that give Python the values of tensors.
@@ -585,7 +581,7 @@ class Recorder(TorchDispatchMode):
             scope, *places, operator=self._device_op, number=self.materialise, fake=self.to_fake,
             is_host=self.is_host, device=self.device,
         )  # fmt: skip
-        self.host = self._on_host.values  # storage -> value of a tracked 0-dim tensor
+        self.host = self._on_host.values  # storage -> value of a tracked tensor of one element
         self.record = self.builder.record
         self.view_of = self.builder.view_of
         self._bases: dict[int, torch.Tensor] = {}  # job buffer -> fake bytes
@@ -670,12 +666,11 @@ class Recorder(TorchDispatchMode):
         if self._moved and (moved := self._moved_to(tensor)) is not None:
             return moved
         key = tensor.untyped_storage()._cdata
-        rebound = self._rebound.get(key)
-        if rebound is not None:
-            return rebound
-        expr = self.host.get(key)
-        if expr is not None:
-            return self.materialise(expr, tensor.dtype)
+        fake = self._rebound.get(key)
+        if fake is None and (expr := self.host.get(key)) is not None:
+            fake = self.materialise(expr, tensor.dtype)
+        if fake is not None:
+            return fake if fake.shape == tensor.shape else self._device_op(aten.view.default, (fake, tensor.shape), {})
         place = self._lookup(tensor)
         if place is None:
             return self._stand_in(tensor)
@@ -792,8 +787,8 @@ class Recorder(TorchDispatchMode):
         if func._overloadname in _OF_GENERATOR:  # with None
             func = getattr(func.overloadpacket, _OF_GENERATOR[func._overloadname])
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
-        if func in _FILLED and args and not args[0] and not self._gpu and counting():
-            done, out = self._on_host.filled(_FILLED[func], kwargs.get("dtype"))
+        if not self._gpu:
+            done, out = self._on_host.made(func, args, kwargs)
             if done:
                 return out
         tensors = [t for t in found if isinstance(t, torch.Tensor)] if self.host else []
@@ -872,7 +867,7 @@ class Recorder(TorchDispatchMode):
         if not self.is_host(tensor) or not (expr := self.host[tensor.untyped_storage()._cdata]).constant:
             return None
         with torch.utils._python_dispatch._disable_current_modes():
-            return torch.tensor(expr.value, dtype=tensor.dtype)
+            return torch.full(tensor.shape, expr.value, dtype=tensor.dtype)
 
     def _read(self, func: Any, values: list[Any]) -> Any:
         """What an operator that reads known values gives."""
@@ -896,12 +891,16 @@ class Recorder(TorchDispatchMode):
         return key is not None and key in self.host and key not in self._rebound
 
     def is_number(self, value: Any) -> bool:
-        """Whether a value is a tracked number, or a tensor of one, that differs from step to step."""
-        if is_symbol(value):
-            return True
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not self.is_host(value):
-            return False
-        return not self.host[value.untyped_storage()._cdata].constant
+        """Whether a value is a tracked number that differs from step to step, or a local tensor that does not hold what
+        it holds in the step: such a number, or what the device writes there."""
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or isinstance(value, FakeTensor):
+            return is_symbol(value)
+        key = value.untyped_storage()._cdata
+        return key in self._rebound or (key in self.host and not self.host[key].constant)
+
+    def computed(self, value: torch.Tensor) -> torch.Tensor | None:
+        """The fake tensor for a local one that does not hold what it holds in the step. None for any other."""
+        return self.to_fake(value) if self.is_number(value) else None
 
     def _foreign(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace == "profiler":
@@ -917,9 +916,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(tensor, FakeTensor):
             return tensor
         if tensor.dim() == 0 and not tensor.is_complex():
-            self.builder.keep(tensor)
-            self.host[tensor.untyped_storage()._cdata] = self.scope.const(tensor.item())
-            return tensor
+            return self._on_host.lift(tensor)
         return self._const(tensor)
 
     def _device_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -599,6 +600,16 @@ class SideEffects:
         """Whether a place holds a tensor or a number of the trace, or held such a number before."""
         return value is not old and (self._holds(value) or _has_symbol(old))
 
+    def take_computed(self, computed: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """Put fake tensors where the trace left local ones whose values are not in them. `computed`: the fake one, or
+        None."""
+        for place in [*self._places(), *self._items()]:
+            place.with_value(_with_computed(place.value, computed))()
+        for _, items, old in self._lists:
+            if self._changed(items, old):
+                for i, item in enumerate(list(items)):
+                    items[i] = _with_computed(item, computed)
+
     def refuse_deleted(self) -> None:
         """Raises NotRepeatable if the step deletes an attribute or a global that was there before it."""
         for place in self._constants():
@@ -683,6 +694,20 @@ def _holds_fake(value: Any, depth: int = 3, also: Callable[[Any], bool] = lambda
     if depth == 0 or not isinstance(value, (tuple, list, dict)) or len(value) > 1000:
         return False
     return any(_holds_fake(v, depth - 1, also) for v in (value.values() if isinstance(value, dict) else value))
+
+
+def _with_computed(value: Any, computed: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    """A value, or a container of values that is changed in place, with fake tensors for local ones."""
+    if isinstance(value, torch.Tensor):
+        fake = computed(value)
+        return value if fake is None else fake
+    if type(value) in (list, dict):
+        for key, item in list(enumerate(value) if type(value) is list else value.items()):
+            value[key] = _with_computed(item, computed)
+    if type(value) is tuple:
+        items = tuple(_with_computed(item, computed) for item in value)
+        return value if all(map(is_, items, value)) else items
+    return value
 
 
 def _content(cell: Any) -> Any:

@@ -140,8 +140,8 @@ def unreturned(place: str, value: Any, home: torch.device | None, number: Callab
         like = (tuple(value.shape), tuple(value.stride()), value.dtype, home or value.device, value.requires_grad)
         return Unreturned.at(place, *like)
     if number(value):
-        dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float64
-        return Unreturned.at(place, (), (), dtype, torch.device("cpu"), False)
+        own = value if isinstance(value, torch.Tensor) else torch.empty((), dtype=torch.float64)
+        return Unreturned.at(place, tuple(own.shape), own.stride(), own.dtype, torch.device("cpu"), False)
     if isinstance(value, dict):
         return _alike(value, {k: unreturned(f"{place}[{k!r}]", v, home, number) for k, v in value.items()})
     if isinstance(value, (tuple, list)):

@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from gpumux.capture.gpu.devices import names_of_devices
 from gpumux.capture.gpu.loss_scaling import Scaling
 from gpumux.capture.gpu.operators import as_on_a_gpu
 from gpumux.capture.outside.met import Met, TraceOver
-from gpumux.capture.outside.tensors import COUNTER, Outside
+from gpumux.capture.outside.tensors import Outside
 from gpumux.capture.patches import RngTape, patched
 from gpumux.capture.recorder import Recorder, TraceRecord
 from gpumux.capture.side_effects import (
@@ -45,9 +45,10 @@ from gpumux.capture.state import Place, Reading, StateTable
 from gpumux.capture.structure import ConstLeaf, Counters, DeviceLeaf, HostLeaf, Structure, freeze_state, thaw, unusable
 from gpumux.capture.swapping import here, swapped
 from gpumux.capture.symbols import Expr, Number, ScalarGuard, Scope, hyper_name, hyperparameters, is_number, is_symbol
+from gpumux.capture.values import functions
 from gpumux.capture.values.caches import Caches
 from gpumux.capture.values.constants import constant_value
-from gpumux.capture.values.held import HeldValues, ReadValue, ReadValues
+from gpumux.capture.values.held import HeldValues, ReadValue, ReadValues, counted, fill, open_counters
 from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.capture.watch.lifting import Lift, Moves, moved, symbol
 from gpumux.errors import CaptureError, DataDependent, GpumuxError, NotRepeatable, UnknownTensor, raised_in_step
@@ -211,13 +212,19 @@ def refuse_new_memory(rec: Recorder, table: StateTable, fn: Callable[..., Any]) 
     there in the trace. Giving a tensor of the script any other memory, or swapping it with another, raises
     CaptureError. The local tensors stay as they are."""
     tracing = threading.get_ident()
+    counters = {id(tensor) for _, tensor in table.counters}
 
     def of_the_script(tensor: Any) -> bool:
-        return isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor) and not rec.is_host(tensor)
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor):
+            return False
+        return id(tensor) in counters or not rec.is_host(tensor)
 
     def set_data(self: torch.Tensor, value: Any) -> None:
         if threading.get_ident() == tracing and isinstance(value, torch.Tensor) and of_the_script(self):
-            if table.lookup(self) is not None and moves(self, value):
+            number = rec.is_host(self)
+            if number and value.untyped_storage()._cdata == self.untyped_storage()._cdata:
+                return  # `counter.data += 1`
+            if not number and table.lookup(self) is not None and moves(self, value):
                 return
             raise CaptureError(f"{source.user_line()} sets .data of {_name(self, table, fn)} to other memory", _REMEDY)
         _DATA.__set__(self, value)
@@ -505,7 +512,7 @@ class Tracer:
             rec.is_host,
         )  # fmt: skip
         self._record, self._backward = rec.record, None
-        counters = self._open_counters(rec)
+        counters = open_counters(self.table, rec)
         refuse_around(self.table.gpu)
         leaves, spec = flatten((args, kwargs), hiding=True)
         left = SideEffects(fingerprint, rec.is_number, lambda tensor: any(tensor is t for _, t in self.table.tensors))
@@ -524,6 +531,7 @@ class Tracer:
             else:
                 fakes.append(lift.leaf(i, leaf, scope))
         fake_args, fake_kwargs = unflatten(fakes, spec)
+        noted = functions.noted()
         with self._stage(rec, entry, host_values) as groups:
             torch.clear_autocast_cache()  # it may hold real casts, and would keep fake ones
             drawn = fingerprint.random_states()
@@ -540,6 +548,8 @@ class Tracer:
                 ):
                     out = fn(*fake_args, **fake_kwargs)
                 tape.finish()
+                if functions.noted() != noted:
+                    raise TraceOver(_nothing)
                 on_batch = left_on_batch(leaves, fakes, rec)
                 if not self.warned and puts_into_objects(fakes, (fake_args, fake_kwargs)):
                     self.warned = True
@@ -548,6 +558,7 @@ class Tracer:
                         " what the script is to have",
                         getattr(fn, "__qualname__", "the step"),
                     )
+                left.take_computed(rec.computed)
                 refuse_draws(fn, drawn, fingerprint.random_states())
                 refuse_outputs(observer)
                 left.refuse_other_optimizers()
@@ -564,11 +575,12 @@ class Tracer:
                     switch.put(switch.old)
                 changes = fingerprint.changes(before)
                 raw = self._finish(rec, scope, entry, out, groups)
-                raw.replays, raw.moved = replays + self._counted(rec, counters), moves_all
-                raw.replaced = self._replaced(rec, replaced) + [
-                    (self._place(old), rec.view_of(rec.to_fake(new))) for _, old, new in rebound
-                ]
-                raw.moved_data = self._moved_data(rec)
+                raw.moved = moves_all
+                pairs = [*replaced, *((old, new) for _, old, new in rebound)]
+                raw.replays = replays + counted(self.table, rec, counters, pairs)
+                self._refuse_replaced_in_part(replaced)
+                raw.replaced = self._replaced(rec, pairs)
+                raw.moved_data = self._moved_data(rec, {place for place, _ in raw.replaced})
                 raw.executed, raw.on_batch = observer.found, on_batch
                 taken = {
                     new.untyped_storage()._cdata for new in [*(new for _, new in replaced), *(r.new for r in rebound)]
@@ -589,9 +601,9 @@ class Tracer:
                 if isinstance(error, Exception):
                     self._refuse_met(met, fingerprint, observer.found, error)
                 if isinstance(error, DataDependent) and rec.value_read is not None:
-                    counted = met.counted(rec.record, rec.value_read, self.held.counter)
-                    if counted is not None:
-                        raise counted from error
+                    over_counters = met.counted(rec.record, rec.value_read, self.held.counter)
+                    if over_counters is not None:
+                        raise over_counters from error
                 if isinstance(error, GpumuxError) or not isinstance(error, Exception):
                     raise
                 refuse_call(fn, args, kwargs, error)
@@ -657,28 +669,6 @@ class Tracer:
         place = self.table.place(tensor)
         assert place is not None, "it was adopted"
         return place
-
-    def _open_counters(self, rec: Recorder) -> list[Expr]:
-        """Symbols for the tensors that are numbers of each step."""
-        found = []
-        for i, (_, tensor) in enumerate(self.table.counters):
-            found.append(rec.scope.var(f"{COUNTER}{i}", int(tensor)))
-            rec.host[tensor.untyped_storage()._cdata] = found[-1]
-        return found
-
-    def _counted(self, rec: Recorder, before: list[Expr]) -> list[LeftNumbers]:
-        """What the trace left in these tensors."""
-        found = []
-        for old, (name, tensor) in zip(before, self.table.counters, strict=True):
-            if not rec.is_host(tensor):
-                raise CaptureError(
-                    f"the step writes into {name}, by whose value its Python decides, what only the daemon computes",
-                    "count by whole numbers: counter += 1",
-                )
-            new = rec.host[tensor.untyped_storage()._cdata]
-            if new is not old:
-                found.append(LeftNumbers(partial(_fill, tensor), (new,), pytree.tree_structure(0)))
-        return found
 
     def _known(
         self, rec: Recorder, taken: set[int], left: SideEffects, read: ReadValues, fake: FakeTensor
@@ -849,25 +839,32 @@ class Tracer:
             )
         return found
 
-    def _replaced(self, rec: Recorder, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[Place, int]]:
-        out = []
+    def _refuse_replaced_in_part(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Raises CaptureError if modules that share a buffer hold different ones after the step. `pairs`: (old, new) of
+        each attribute that the step replaced."""
+        names = {id(tensor): name for name, tensor in [*self.table.tensors, *self.table.counters]}
         for old, new in pairs:
             place = self.table.place(old)
             if place is None:
                 raise CaptureError(
                     "the step replaces a buffer of a module that was not given", "pass the module in model="
                 )
-            out.append((place, rec.view_of(rec.to_fake(new))))
-        names = {place: name for name, tensor in self.table.tensors if (place := self.table.place(tensor)) is not None}
-        for place, view in dict(out).items():
-            if self.table.holders(place) != out.count((place, view)):
+            if self.table.holders(place) != sum(a is old and b is new for a, b in pairs):
                 raise CaptureError(
-                    f"the step replaces the buffer {names.get(place, '')} in one place, and modules hold it in several",
+                    f"the step replaces the buffer {names.get(id(old), '')} in one place, and modules hold it in"
+                    " several",
                     "replace it in all of them, or give each a copy of its own: .clone()",
                 )
-        return list(dict(out).items())
 
-    def _moved_data(self, rec: Recorder) -> list[tuple[Place, int]]:
+    def _replaced(self, rec: Recorder, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[Place, int]]:
+        """The place of each tensor that the step replaced, and the view that comes there."""
+        counted = {id(tensor) for _, tensor in self.table.counters}
+        news = {self._place(old): new for old, new in pairs if id(old) not in counted}
+        return [(place, rec.view_of(rec.to_fake(new))) for place, new in news.items()]
+
+    def _moved_data(self, rec: Recorder, replaced: Set[Place]) -> list[tuple[Place, int]]:
+        """The place of each tensor whose `.data` the step set and that is still there at its end, and the view that
+        comes there."""
         found = []
         for tensor, to in rec.moved:
             place = self.table.place(tensor)
@@ -879,7 +876,8 @@ class Tracer:
                     f"the step sets .data of one of {' and '.join(names)}, which share memory",
                     "write into it in place under torch.no_grad(): p.copy_(new)",
                 )
-            found.append((place, rec.view_of(to)))
+            if place not in replaced:
+                found.append((place, rec.view_of(to)))
         return found
 
     def _new_keys(self, rec: Recorder) -> list[LeftNumbers]:
@@ -890,7 +888,7 @@ class Tracer:
         for i, (optimizer, known) in enumerate(zip(self.table.optimizers, self._keys, strict=True)):
             for j, (group, keys) in enumerate(zip(optimizer.param_groups, known, strict=False)):
                 fresh = [key for key in group if key not in keys]
-                tensors = [key for key in fresh if isinstance(group[key], torch.Tensor) and rec.is_host(group[key])]
+                tensors = [key for key in fresh if _is_scalar(rec, group[key])]
                 refused = sorted(str(key) for key in fresh if key not in tensors and not of_numbers(group[key], 1))
                 if refused or len(optimizer.param_groups) != len(known):
                     raise CaptureError(
@@ -918,7 +916,7 @@ class Tracer:
             value = self._in_group(i, j, key, k)
             if not isinstance(value, torch.Tensor):
                 continue
-            if not rec.is_host(value):
+            if not _is_scalar(rec, value):
                 raise CaptureError(
                     f"the step puts what the daemon computes into {key!r} of optimizer {i}'s param_groups[{j}]",
                     "keep it in the optimizer's state, or in a buffer of a module",
@@ -945,7 +943,7 @@ class Tracer:
     def _exit(self, rec: Recorder, value: Any, path: tuple[Any, ...], counters: Counters) -> Any:
         if isinstance(value, torch.Tensor):
             key = value.untyped_storage()._cdata
-            if not isinstance(value, FakeTensor) and rec.is_host(value):
+            if _is_scalar(rec, value):
                 counters.check(value, path)
                 return HostExit(rec.host[key], value.dtype)
             return DeviceExit(rec.view_of(rec.to_fake(value)), path)
@@ -956,13 +954,13 @@ class Tracer:
         raise unusable(path, value, self.table)
 
 
+def _is_scalar(rec: Recorder, value: Any) -> bool:
+    """Whether a value is a tracked tensor without dimensions, as which a number is kept for the next step."""
+    return isinstance(value, torch.Tensor) and not value.dim() and rec.is_host(value)
+
+
 def _nothing() -> None:
     return None
-
-
-def _fill(tensor: torch.Tensor, value: Number) -> None:
-    with torch.no_grad():
-        tensor.fill_(value)
 
 
 def _put_tensor(item: int | None, dtype: torch.dtype, optimizer: Any, group: int, key: str, value: Number) -> None:
@@ -971,7 +969,7 @@ def _put_tensor(item: int | None, dtype: torch.dtype, optimizer: Any, group: int
 
 def _fill_held(item: int | None, optimizer: Any, group: int, key: str, value: Number) -> None:
     held = optimizer.param_groups[group][key]
-    _fill(held if item is None else held[item], value)
+    fill(held if item is None else held[item], value)
 
 
 def _fill_group(optimizer: Any, group: int, key: str, value: Any, item: int | None = None) -> None:

@@ -245,23 +245,118 @@ def test_a_number_of_one_byte_that_is_counted_is_refused(endpoint: str) -> None:
 
 
 class Pointer(nn.Module):
-    """A place in a buffer of one element, which is no single number."""
+    """A queue whose place lies in a buffer of one element, as MoCo's does."""
 
     at: Tensor
+    queue: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, shape: tuple[int, ...], move: Callable[[Pointer, int], None], length: int = 12) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 4)
-        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("at", torch.zeros(shape, dtype=torch.long))
+        self.register_buffer("queue", torch.randn(length, 4))
+        self.move = move
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.inner(x) * (int(self.at) + 1)
-        self.at[0] = (int(self.at) + 1) % 3
+        found: Tensor = self.inner(x)
+        out = found + self.queue.clone().mean(0)
+        place = int(self.at)
+        self.queue[place : place + 2] = found.detach()[:2]
+        self.move(self, (place + 2) % self.queue.shape[0])
+        return out
+
+
+def set_first(model: Pointer, place: int) -> None:
+    model.at[0] = place
+
+
+def set_only(model: Pointer, place: int) -> None:
+    model.at.view(-1)[0] = place
+
+
+def count_in_a_view(model: Pointer, place: int) -> None:
+    at = model.at.view(-1)
+    at += 2
+    at %= 12
+
+
+def fill(model: Pointer, place: int) -> None:
+    model.at.fill_(place)
+
+
+def replace(model: Pointer, place: int) -> None:
+    model.at = (model.at + 2) % 12
+
+
+def replace_by_a_copy(model: Pointer, place: int) -> None:
+    model.at = (model.at.view(-1)[0] + 2).view(model.at.shape) % 12
+
+
+def register_anew(model: Pointer, place: int) -> None:
+    model.register_buffer("at", (model.at + 2).remainder(12))
+
+
+MOVES = [set_only, count_in_a_view, fill, replace, replace_by_a_copy, register_anew]
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("shape", [(1,), (), (1, 1)])
+@pytest.mark.parametrize("move", [set_first, *MOVES])
+def test_a_pointer_in_a_buffer_is_a_number_of_each_step(
+    shape: tuple[int, ...], move: Callable[[Pointer, int], None], endpoint: str
+) -> None:
+    move = set_only if move is set_first and shape != (1,) else move  # at[0] is a row of the others, or none
+
+    def run(submit: bool) -> list[Any]:
+        torch.manual_seed(3)
+        model = Pointer(shape, move)
+        step, optimizer = training(model)
+        if not submit:
+            return [*[step(*DATA[i % 3]).clone() for i in range(14)], *copies(model)]
+        with client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint) as job:
+            losses = [job.step(*DATA[i % 3]).result().clone() for i in range(14)]
+            assert len(job._remote.programs) <= 3  # the first, and one for all places; one where the pointer was read
+            job.sync()
+            return [*losses, *copies(model)]
+
+    want, got = run(submit=False), run(submit=True)
+    assert all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def copies(model: nn.Module) -> list[Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def test_a_pointer_that_modules_share_is_replaced_in_all_of_them_or_refused(endpoint: str) -> None:
+    model = Pointer((1,), replace)
+    model.other = nn.Module()
+    model.other.register_buffer("at", model.at)
+    step, optimizer = training(model)
+    with pytest.raises(errors.CaptureError, match=r"replaces the buffer .*at in one place, and modules hold it in"):
+        client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
+
+
+def test_a_pointer_that_the_daemon_computes_is_refused(endpoint: str) -> None:
+    def move(model: Pointer, place: int) -> None:
+        model.at = model.queue.argmax().view(1) % 4
+
+    model = Pointer((1,), move)
+    step, optimizer = training(model)
+    with pytest.raises(errors.CaptureError, match="writes into at, by whose value its Python decides"):
+        client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
+
+
+class Two(Pointer):
+    """One of two numbers in a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x) * (int(self.at[0]) + 1)
+        self.at[0] = 1
         return found
 
 
 def test_what_is_no_single_number_and_is_written_is_refused(endpoint: str) -> None:
-    model = Pointer()
+    model = Two((2,), set_first)
     step, optimizer = training(model)
     with pytest.raises(errors.DataDependent, match=r"test_held_values.py:\d+ reads a tensor's value"):
         client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)

@@ -1,4 +1,4 @@
-"""Functions of numbers that change (numpy's, `float`): one Program for all values, and the plain loop's bits."""
+"""Functions of numbers that change (numpy's, `float`, `int`): one Program for all values, and the plain loop's bits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,25 @@ def scale(n):
 ASKS = """
 def scale(n, length=20):
     assert isinstance(0.5, float) and isinstance(0.5, (int, float)) and not isinstance("0.5", float)
+    assert isinstance(float(n), float) and not isinstance(n, float)
     return float(n) / length + float("0.25") + float()
+"""
+WHOLE = """
+def place(n):
+    return int(n) % 7
+
+def rounded(n):
+    return int(n * -0.7) + int(n / 3)
+
+def of_much(n: int, sizes: list[int] = ()) -> int:
+    assert isinstance(3, int) and isinstance(3, (int, float)) and not isinstance("3", int)
+    more = list(map(int, ["1", "2"]))
+    assert isinstance(int(n), int) and not isinstance(int(n) / 2, int)
+    return int(n) + int("3") + int("ff", 16) + int() + int(2.9) + int(b"7", base=8) + sum(more)
+"""
+WHOLE_TYPES = """
+def place(n):
+    return int(n) % 7 + (2 if type(3) is int else 3)
 """
 TYPES = """
 def scale(n):
@@ -119,6 +137,36 @@ def test_float_is_what_it_is_in_a_module_that_does_more_with_it(
 
 def test_float_in_a_module_that_asks_what_is_one(written: Callable[[str], ModuleType], endpoint: str) -> None:
     assert programs(written(ASKS).scale, endpoint) <= 3
+
+
+@pytest.mark.parametrize("function", ["place", "rounded", "of_much"])
+def test_int_of_a_number_is_one_program_for_all_values(
+    function: str, written: Callable[[str], ModuleType], endpoint: str
+) -> None:
+    module = written(WHOLE)
+    assert programs(getattr(module, function), endpoint) <= 3
+    assert "int" not in vars(module)
+
+
+def test_int_is_what_it_is_in_a_module_that_does_more_with_it(
+    written: Callable[[str], ModuleType], endpoint: str
+) -> None:
+    programs(written(WHOLE_TYPES).place, endpoint, 8)
+
+
+def test_int_decides_what_a_step_computes(written: Callable[[str], ModuleType], endpoint: str) -> None:
+    """That int(n) may be replaced is found in a trace that used the value, and no trace is compared with that one."""
+    place = written(WHOLE).place
+    x = torch.arange(80.0).reshape(20, 4)
+    counter = 0
+
+    def step(factor: torch.Tensor) -> torch.Tensor:
+        return x[place(counter) : place(counter) + 4] * factor
+
+    with client.submit(step, example=(X[0, :4],), endpoint=endpoint) as job:
+        for counter in range(10):
+            assert torch.equal(job.step(X[1, :4]).result(), step(X[1, :4])), counter
+        assert len(job._remote.programs) <= 3
 
 
 def test_float_of_a_function_without_a_source(endpoint: str) -> None:

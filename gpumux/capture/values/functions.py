@@ -1,8 +1,9 @@
-"""Functions of Python numbers that a trace replaces, so that they take symbols: those of `math` and numpy, and `float`.
+"""Functions of Python numbers that a trace replaces, so that they take symbols: those of `math` and numpy, `float` and
+`int`.
 
 Python gives `float(n)` the very value of a symbol, and a trace that used it holds for that value alone. The name is
 replaced in the modules that were seen to do so, whose source calls `float` or gives it to `isinstance` and does nothing
-else with it: for another use (`type(x) is float`) there is no substitute.
+else with it: for another use (`type(x) is float`) there is no substitute. The same holds for `int`.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ from typing import Any
 
 import numpy
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumux.capture.source import is_user_code, user_line
 from gpumux.capture.swapping import here
-from gpumux.capture.symbols import NUMPY, Scope, is_lifted, is_symbol, plain_number
+from gpumux.capture.symbols import NUMPY, HostNode, Scope, is_lifted, is_symbol, plain_number
 from gpumux.errors import CaptureError
 
 _MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "log2", "log10")
 
-# Modules that call float(n), by name, and whether `float` may be replaced in them. Those named here are schedules that
-# begin with float(current_step).
-_FLOATS: dict[str, bool] = {"transformers.optimization": True, "diffusers.optimization": True}
+# Modules that call float(n) or int(n), each by its name and that of the function, and whether that may be replaced in
+# them. Those named here are schedules that begin with float(current_step).
+_CALLED: dict[tuple[str, str], bool] = {
+    ("transformers.optimization", "float"): True,
+    ("diffusers.optimization", "float"): True,
+}
 
 
 def swaps(scope: Scope) -> Iterator[tuple[Any, str, Any]]:
@@ -41,11 +46,15 @@ def swaps(scope: Scope) -> Iterator[tuple[Any, str, Any]]:
         yield kind, "__array__", _array
         yield kind, "clip", _clip  # numpy.clip(n, low, high) calls the method
         yield kind, "round", _round
-    for name, may in _FLOATS.items():
-        if may and (module := sys.modules.get(name)) is not None and "float" not in vars(module):
-            yield module, "float", _Float
-    for kind, method in ((torch.SymFloat, "__float__"), (torch.SymInt, "__index__")):
-        yield kind, method, _noting(getattr(kind, method))
+    for (name, function), may in _CALLED.items():
+        if may and (module := sys.modules.get(name)) is not None and function not in vars(module):
+            yield module, function, _TYPES[function]
+    for method in ("__float__", "__int__"):
+        yield torch.SymFloat, method, _noting(getattr(torch.SymFloat, method))
+    for method in ("__index__", "__int__"):
+        yield torch.SymInt, method, _noting(getattr(torch.SymInt, method))
+    for method in ("guard_float", "guard_int"):  # float(tensor), int(tensor)
+        yield HostNode, method, _noting(getattr(HostNode, method))
 
 
 def _formula(scope: Scope, op: str, *numbers: Any) -> Any:
@@ -131,53 +140,83 @@ def _round(self: Any, decimals: int = 0, out: None = None) -> Any:
     return _formula_of_numpys(self, "round", self, decimals)
 
 
-# ---- float
+# ---- float and int
 
 
-class _FloatType(type):
+class _NumberType(type):
+    kinds: tuple[type, ...]
+
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, float)
+        return isinstance(instance, cls.kinds)
 
 
-class _Float(metaclass=_FloatType):
+class _Float(metaclass=_NumberType):
     """Replaces `float` in the modules of the user's: it makes a symbol of a symbol, and floats of all else."""
 
+    kinds = (float, torch.SymFloat)
+
     def __new__(cls, value: Any = 0.0) -> Any:
+        value = _number(value)
         return torch.sym_float(value) if is_symbol(value) else float(value)
 
 
-def _noting(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A method by which Python reads the value of a symbol. If code does that by float(n), its module is noted, and the
-    next trace replaces `float` there."""
+class _Int(metaclass=_NumberType):
+    """Replaces `int` likewise."""
 
-    def method(self: Any) -> Any:
+    kinds = (int, torch.SymInt, torch.SymBool)
+
+    def __new__(cls, value: Any = 0, *base: Any, **more: Any) -> Any:
+        value = _number(value)
+        return _formula(value.node.scope, "int", value) if is_symbol(value) else int(value, *base, **more)
+
+
+def _number(value: Any) -> Any:
+    """The number of a tracked tensor; all else as it is."""
+    real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+    return value.item() if real and value.numel() == 1 and not value.is_complex() else value
+
+
+_TYPES: dict[str, type] = {"float": _Float, "int": _Int}
+
+
+def noted() -> int:
+    """The number of replacements that were found to be needed. A trace in which it grew has used plain numbers."""
+    return sum(_CALLED.values())
+
+
+def _noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A method by which Python reads the value of a symbol. If code does that by float(n) or int(n), its module is
+    noted, and the next trace replaces the function there."""
+
+    def method(self: Any, *args: Any) -> Any:
         caller = sys._getframe(1)
-        if is_symbol(self) and "float" in caller.f_code.co_names and is_user_code(caller.f_code):
-            name = caller.f_globals.get("__name__", "")
+        name = caller.f_globals.get("__name__", "")
+        for function in _TYPES:
+            if (name, function) in _CALLED or function not in caller.f_code.co_names:
+                continue
             module = sys.modules.get(name)
-            if name not in _FLOATS and module is not None and vars(module) is caller.f_globals:
-                _FLOATS[name] = _is_called_alone(module)
-        return plain(self)
+            if is_user_code(caller.f_code) and module is not None and vars(module) is caller.f_globals:
+                _CALLED[name, function] = _is_called_alone(module, function)
+        return plain(self, *args)
 
     return method
 
 
-def _is_called_alone(module: Any) -> bool:
-    """Whether a module's source does nothing with `float` but call it, annotate with it, and give it to
-    `isinstance` and to a parser of arguments (`type=float`), and whether its source is there."""
+def _is_called_alone(module: Any, function: str) -> bool:
+    """Whether a module's source does nothing with `float` or `int` but call it, annotate with it, and give it to
+    `isinstance`, to `map` and to a parser of arguments (`type=float`), and whether its source is there."""
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):
         return False  # made by exec, or in a notebook
     nodes = list(ast.walk(tree))
     calls = [n for n in nodes if isinstance(n, ast.Call)]
-    called = {id(n.func) for n in calls}
-    asked = [
-        n.args[1] for n in calls if isinstance(n.func, ast.Name) and n.func.id == "isinstance" and len(n.args) == 2
-    ]
+    named = [(n.func.id, n.args) for n in calls if isinstance(n.func, ast.Name)]
+    called = {id(n.func) for n in calls} | {id(args[0]) for name, args in named if name == "map" and args}
+    asked = [args[1] for name, args in named if name == "isinstance" and len(args) == 2]
     called |= {id(n) for each in asked for n in (each.elts if isinstance(each, ast.Tuple) else (each,))}
     parsed = {id(n.value) for n in nodes if isinstance(n, ast.keyword) and n.arg == "type"}
     notes = [getattr(n, of) for n in nodes for of in ("annotation", "returns") if getattr(n, of, None) is not None]
     annotated = {id(n) for note in notes for n in ast.walk(note)}
-    uses = [n for n in nodes if isinstance(n, ast.Name) and n.id == "float"]
+    uses = [n for n in nodes if isinstance(n, ast.Name) and n.id == function]
     return all(id(n) in called | parsed | annotated for n in uses)

@@ -8,22 +8,27 @@ client computes (Outside.count).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 
-from gpumux.capture.recorder import TraceRecord
+from gpumux.capture.outside.tensors import COUNTER
+from gpumux.capture.recorder import Recorder, TraceRecord
+from gpumux.capture.side_effects import LeftNumbers
 from gpumux.capture.state import StateTable, byte_view, raw_bytes
+from gpumux.capture.symbols import Expr, Number
 from gpumux.capture.values.constants import constant_value
-from gpumux.errors import DataDependent
+from gpumux.errors import CaptureError, DataDependent
 
 MOST_BYTES = 1 << 16  # of a buffer, as its bytes are compared at each call
 
 
 def counts(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds one whole number or flag, in memory of its own."""
-    whole = tensor.dim() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+    whole = tensor.numel() == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes
     return whole and tensor.dtype in (torch.int64, torch.bool, torch.uint8) and tensor.device.type == "cpu"
 
 
@@ -120,3 +125,41 @@ class ReadValues:
         if value is not None:
             self.found = used | self.found
         return value
+
+
+# ---- Tensors that are numbers of each step (Outside.count)
+
+
+def open_counters(table: StateTable, recorder: Recorder) -> list[Expr]:
+    """Symbols for these tensors in a trace."""
+    found = []
+    for i, (_, tensor) in enumerate(table.counters):
+        found.append(recorder.scope.var(f"{COUNTER}{i}", int(tensor)))
+        recorder.host[tensor.untyped_storage()._cdata] = found[-1]
+    return found
+
+
+def counted(
+    table: StateTable, recorder: Recorder, before: Sequence[Expr], replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> list[LeftNumbers]:
+    """What the trace left in these tensors. `before`: what `open_counters` gave. `replaced`: (old, new) of tensors in
+    whose places the step put new ones. Raises CaptureError for what is no number of the client's."""
+    news = {id(old): new for old, new in replaced}
+    found = []
+    for old, (name, tensor) in zip(before, table.counters, strict=True):
+        last = news.get(id(tensor), tensor)
+        if not recorder.is_host(last):
+            raise CaptureError(
+                f"the step writes into {name}, by whose value its Python decides, what only the daemon computes",
+                "count by whole numbers: counter += 1",
+            )
+        new = recorder.host[last.untyped_storage()._cdata]
+        if new is not old:
+            found.append(LeftNumbers(partial(fill, tensor), (new,), pytree.tree_structure(0)))
+    return found
+
+
+def fill(tensor: torch.Tensor, value: Number) -> None:
+    """Have a local tensor hold a number."""
+    with torch.no_grad():
+        tensor.fill_(value)
