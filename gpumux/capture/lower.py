@@ -54,6 +54,7 @@ from gpumux.program.ir import (
     extent,
     spans,
 )
+from gpumux.program.validate import written_storages
 
 # ---- the places of the tensors that a step leaves behind: job buffers, and the copies into them
 #
@@ -785,3 +786,13 @@ def replaces(record: TraceRecord, anew: Iterable[Place], after: Structure, table
     optimizer = after.buffers(table, {Part.OPTIMIZER}) & buffers - model
     beside = {place.buffer for place in after.places() if place.buffer in optimizer and place not in places}
     return Replaces(frozenset(model), frozenset(optimizer), written, frozenset(beside))
+
+
+def changes_state(program: Program) -> bool:
+    """Whether a Program changes state of the job. A batch norm that evaluates does not, though it could."""
+    ops = tuple([op for op in program.ops if not _evaluates(op)])
+    return any(program.storages[s].kind == "state" for s in written_storages(replace(program, ops=ops)))
+
+
+def _evaluates(op: Op) -> bool:
+    return op.target == "aten.native_batch_norm.default" and op.args[5] is False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,10 +20,10 @@ import torch.utils._pytree as pytree
 
 from gpumux.capture.batch.arrays import layable, tensor_over
 from gpumux.capture.batch.checks import BatchCheck
-from gpumux.capture.batch.containers import flatten
+from gpumux.capture.batch.containers import flatten, other_batch
 from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, refuse_gradient, refuse_old_gradient, refuse_shared
 from gpumux.capture.fetching import without_fetching
-from gpumux.capture.lower import NOTHING, Lowered, Replaces, lower, place_of, replaces
+from gpumux.capture.lower import NOTHING, Lowered, Replaces, changes_state, lower, place_of, replaces
 from gpumux.capture.microbatch.split import first_part, split
 from gpumux.capture.outside.met import TraceOver
 from gpumux.capture.outside.refused import refuse_held
@@ -31,7 +31,7 @@ from gpumux.capture.side_effects import first_call_differs
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
 from gpumux.capture.state import NUMBERS, StateTable
-from gpumux.capture.structure import HostLeaf, State, Structure, frozen_leaves
+from gpumux.capture.structure import State, Structure, moves_optimizer
 from gpumux.capture.symbols import ConstantScalars, HyperReader, Number, of_python
 from gpumux.capture.tracer import (
     FilledIn,
@@ -51,10 +51,18 @@ from gpumux.capture.values.comparison import (
 )
 from gpumux.capture.watch.fingerprint import Change, Fingerprint, Rebuilt, Variable, without_collection
 from gpumux.capture.watch.lifting import MOST, Lift, Moves, Source, batch_name, by_numbers
-from gpumux.capture.watch.reuse import KeptCase, KeptTrace, held, kept_traces, key_of, may_be_kept, same_numbers
+from gpumux.capture.watch.reuse import (
+    FirstCall,
+    KeptCase,
+    KeptFirst,
+    KeptTrace,
+    held,
+    kept_traces,
+    key_of,
+    may_be_kept,
+    same_numbers,
+)
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
-from gpumux.program.ir import Op, Program
-from gpumux.program.validate import written_storages
 
 # ---- batches
 
@@ -119,25 +127,6 @@ def _repeated(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
         return ()
     first: dict[int, int] = {}
     return (tuple([first.setdefault(id(t), i) for i, t in enumerate(tensors)]),)
-
-
-def _other_batch(old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
-    """How the description of a batch differs from that of another one."""
-    if len(old) != len(new):
-        return "another structure of the batch"
-    before, now = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
-    if isinstance(before, type) and isinstance(now, type):
-        return f"a value of type {now.__name__} in the batch, where one of type {before.__name__} was"
-    tensors = [isinstance(one, tuple) and isinstance(one[0], torch.dtype) for one in (before, now)]
-    if all(tensors):
-        if before[0] != now[0]:
-            return f"a batch tensor of type {now[0]}, where one of {before[0]} was"
-        if before[1] != now[1]:
-            return f"a batch tensor of shape {tuple(now[1])}, where one of {tuple(before[1])} was"
-        return "a batch tensor with other strides, or that requires grad where it did not"
-    if all(isinstance(one, tuple) and isinstance(one[0], type) for one in (before, now)):
-        return f"{now[1]:.60} in the batch, where {before[1]:.60} was"
-    return "another structure of the batch"
 
 
 # ---- Programs, cases and their choice
@@ -221,22 +210,6 @@ class StepProgram:
             for kind, what in self._returned
         ]
         return leaves[0] if self.leaf is not None else pytree.tree_unflatten(leaves, self.lowered.result_spec)
-
-
-def _moves(entry: Structure, end: Structure, optimizer: int) -> bool:
-    """Whether a step changes what the client keeps of an optimizer: its structure, or numbers in its state."""
-    old, new = entry.optimizers[optimizer], end.optimizers[optimizer]
-    return old != new or any(isinstance(leaf, HostLeaf) for _, tree in new for leaf in frozen_leaves(tree))
-
-
-def changes_state(program: Program) -> bool:
-    """Whether a Program changes state of the job. A batch norm that evaluates does not, though it could."""
-    ops = tuple([op for op in program.ops if not _evaluates(op)])
-    return any(program.storages[s].kind == "state" for s in written_storages(replace(program, ops=ops)))
-
-
-def _evaluates(op: Op) -> bool:
-    return op.target == "aten.native_batch_norm.default" and op.args[5] is False
 
 
 @dataclass(slots=True)
@@ -332,7 +305,7 @@ class Case:
     def difference(self, key: Any, numbers: Numbers) -> str:
         """A description of how a call differs from this case."""
         if self.key != key:
-            return _other_batch(self.key, key)
+            return other_batch(self.key, key)
         moved = self._moved(numbers)
         if moved:
             old, now = dict(self.numbers)[moved[0]], dict(numbers)[moved[0]]
@@ -456,12 +429,14 @@ class StepFunction:
         self._again: TraceAgain | None = None  # of the present call: a trace that changed what later ones find changed
         self._switches = False  # whether constants that it puts where there were none are replayed, as flags are
         self._kept: dict[Variable, Change] = {}  # of the present call: what traces changed that were made once more
+        self._to_undo: list[Callable[[], None]] = []  # of the present call, if it is refused
         self._new: list[tuple[Case, KeptTrace]] = []  # traces that are kept once they are confirmed
+        self._first: FirstCall | None = None  # kept with them
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Choice | KeepMore:
         """What a call made now runs, or the gradients that the job must keep first. Captures the variant if it is
         missing. Raises CaptureError or a subclass. Does not change the job."""
-        undo: list[Callable[[], None]] = []
+        undo = self._to_undo = []
         self._kept.clear()
         first = self._first_changes is None
         self._again = None
@@ -690,7 +665,9 @@ class StepFunction:
         raw = self._reused(case, state)
         try:
             phase = Phase(state.structure, raw or self._trace(case, args, kwargs, state))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, TraceAgain):
+                self._first = self._first_call(case, state, error)
             if not phases:
                 self._cases.remove(case)  # a refused call counts as no variant
             raise
@@ -733,29 +710,65 @@ class StepFunction:
         alone, again = self._depends_on_code_alone(case), self._again
         if alone and not case.sought:
             case.sought = True
-            case.kept = kept_traces.find(self.fn, key_of(case.key, case.numbers), case.fingerprint, self._table)
+            key = key_of(case.key, case.numbers)
+            case.kept, first = kept_traces.find(self.fn, key, case.fingerprint, self._table)
+            if first is not None and not self._repeat(first, case, state):
+                case.kept = None
+            again = self._again
         if case.kept is None or not alone:
             return None
-        env = case.environment(case.numbers, state)
 
         def holds(one: KeptTrace) -> bool:
-            written = self._constants is None or same_numbers(case.hyper.read(), one.numbers)
-            trusted = one.confirmed or not self._twice
-            now = numbers_of(one.trace, env)
-            if now is None or not (written and trusted and self._tracer.allows(one.trace)):
-                return False
-            return again is None or same_effects(again.trace, one.trace, again.made, self._table, now)
+            now = self._numbers_in(one, case, state)
+            return now is not None and (
+                again is None or same_effects(again.trace, one.trace, again.made, self._table, now, again.numbers)
+            )
 
         found: RawTrace | None = case.kept.of(held(self._table, state.structure), holds)
         self._again = again if found is None else None
+        if found is not None and self._first is not None:
+            self._add(case, [])
         return found
+
+    def _numbers_in(self, one: KeptTrace, case: Case, state: State) -> Mapping[int, Number] | None:
+        """The values of a kept trace's formulas in this step, None if it does not hold for it."""
+        written = self._constants is None or same_numbers(case.hyper.read(), one.numbers)
+        if not (written and (one.confirmed or not self._twice) and self._tracer.allows(one.trace)):
+            return None
+        return numbers_of(one.trace, case.environment(case.numbers, state))
+
+    def _first_call(self, case: Case, state: State, again: TraceAgain) -> FirstCall | None:
+        """What to keep of a first call, None if it is no such one, or is not known as a whole."""
+        known = bool(again.changes) and not self._first_changes and self._depends_on_code_alone(case)
+        if not known or not may_be_kept(again.trace, {change.name for change in again.changes}):
+            return None
+        trace = KeptTrace(held(self._table, state.structure), case.hyper.read(), again.trace, self._twice)
+        return FirstCall(trace, again.changes)
+
+    def _repeat(self, first: KeptFirst, case: Case, state: State) -> bool:
+        """Change the variables that the first call of an equal step changed, if this is such a call. Later traces must
+        do the same as that one."""
+        numbers = self._numbers_in(first.trace, case, state)
+        if numbers is None or self._first_changes is not None:
+            return False
+        if first.trace.began != held(self._table, state.structure):
+            return False
+        before = case.fingerprint.read()
+        case.fingerprint.put_constants(first.filled)
+        self._first_changes = case.fingerprint.changes(before)
+        self._to_undo += [change.restore for change in self._first_changes]
+        self._again = TraceAgain(self._first_changes, first.trace.trace, numbers=numbers)
+        return True
 
     def _keep(self) -> None:
         """Keep the new traces for later jobs."""
         for case in {id(case): case for case, _ in self._new}.values():
-            found = [one for of, one in self._new if of is case]
-            kept_traces.add(self.fn, key_of(case.key, case.numbers), case.fingerprint, self._table, found)
+            self._add(case, [one for of, one in self._new if of is case])
         self._new.clear()
+
+    def _add(self, case: Case, traces: Sequence[KeptTrace]) -> None:
+        first, self._first = self._first, None
+        kept_traces.add(self.fn, key_of(case.key, case.numbers), case.fingerprint, self._table, traces, first)
 
     def _trace(self, case: Case, args: Any, kwargs: Any, state: State) -> RawTrace:
         if self._tracer.outside is not None:
@@ -767,7 +780,9 @@ class StepFunction:
                 try:
                     found = self._trace_case(case, args, kwargs, state, may_change)
                     again = self._again
-                    if again is not None and not same_effects(again.trace, found, again.made, self._table):
+                    if again is not None and not same_effects(
+                        again.trace, found, again.made, self._table, numbers_first=again.numbers
+                    ):
                         raise first_call_differs(again.changes)
                     self._again = None
                     return found
@@ -972,7 +987,7 @@ class StepFunction:
         )  # fmt: skip
         found.replaces = replaces(raw.record, lowered.anew, lowered.exit, self._table)
         found.undecided = any(
-            isinstance(what, SkippedStep) and _moves(raw.entry, found.lowered.exit, what.optimizer)
+            isinstance(what, SkippedStep) and moves_optimizer(raw.entry, found.lowered.exit, what.optimizer)
             for what in raw.further
         )
         if self._over is not None:

@@ -284,3 +284,9 @@ def without_steps(before: State, after: State, optimizers: Collection[int]) -> S
 
     structure = replace(after.structure, optimizers=tuple(map(trees, range(len(after.structure.optimizers)))))
     return State(structure, host, after.keep)
+
+
+def moves_optimizer(entry: Structure, end: Structure, optimizer: int) -> bool:
+    """Whether a step changes what the client keeps of an optimizer: its structure, or numbers in its state."""
+    old, new = entry.optimizers[optimizer], end.optimizers[optimizer]
+    return old != new or any(isinstance(leaf, HostLeaf) for _, tree in new for leaf in frozen_leaves(tree))

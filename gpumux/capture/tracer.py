@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -398,13 +398,18 @@ _capturing = threading.RLock()  # one trace at a time, because it replaces funct
 class TraceAgain(Exception):
     """The first trace, `trace`, changed Python variables (a lazily filled configuration). They keep their new values,
     and another trace must not change them again. `made`: views of constants that it left as well, and copies that are
-    in their places now. Never raised to users."""
+    in their places now. `numbers`: of a trace that another step's first call made (numbers_of). Never raised to
+    users."""
 
-    def __init__(self, changes: list[Change], trace: RawTrace, made: Sequence[tuple[int, torch.Tensor]] = ()) -> None:
+    def __init__(
+        self, changes: list[Change], trace: RawTrace, made: Sequence[tuple[int, torch.Tensor]] = (),
+        numbers: Mapping[int, Number] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__("traced once more")
         self.changes = changes
         self.trace = trace
         self.made = made
+        self.numbers = numbers
 
 
 class FilledIn(TraceOver):

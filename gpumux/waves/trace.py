@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from gpumux.capture.lower import Lowered, LoweredRank, dense, lower
+from gpumux.capture.lower import Lowered, LoweredRank, changes_state, dense, lower
 from gpumux.capture.recorder import RankTraces, RawOp, RawStorage, TraceRecord
 from gpumux.capture.state import Left, StateTable
-from gpumux.capture.step import RankSplitter, StepProgram, changes_state
+from gpumux.capture.step import RankSplitter, StepProgram
 from gpumux.capture.structure import DeviceLeaf, frozen_leaves
 from gpumux.capture.tracer import AfterBackward, DeviceExit, RawTrace
 from gpumux.errors import NotSplittable

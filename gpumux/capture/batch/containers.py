@@ -150,3 +150,22 @@ _READS = (
     "getattribute", "eq", "ne", "hash", "len", "iter", "getitem", "setitem", "contains", "str", "repr", "format",
     "bool", "call", "copy", "deepcopy", "reduce_ex", "enter", "exit", "setattr",
 )  # fmt: skip
+
+
+def other_batch(old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
+    """How the description of a batch (batch_key in step.py) differs from that of another one."""
+    if len(old) != len(new):
+        return "another structure of the batch"
+    before, now = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
+    if isinstance(before, type) and isinstance(now, type):
+        return f"a value of type {now.__name__} in the batch, where one of type {before.__name__} was"
+    tensors = [isinstance(one, tuple) and isinstance(one[0], torch.dtype) for one in (before, now)]
+    if all(tensors):
+        if before[0] != now[0]:
+            return f"a batch tensor of type {now[0]}, where one of {before[0]} was"
+        if before[1] != now[1]:
+            return f"a batch tensor of shape {tuple(now[1])}, where one of {tuple(before[1])} was"
+        return "a batch tensor with other strides, or that requires grad where it did not"
+    if all(isinstance(one, tuple) and isinstance(one[0], type) for one in (before, now)):
+        return f"{now[1]:.60} in the batch, where {before[1]:.60} was"
+    return "another structure of the batch"

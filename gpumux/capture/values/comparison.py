@@ -173,11 +173,12 @@ def numbers_of(trace: RawTrace, env: Mapping[str, Number]) -> dict[int, Number] 
 
 def same_effects(
     first: RawTrace, later: RawTrace, made: Sequence[tuple[int, torch.Tensor]], table: StateTable,
-    numbers_then: Mapping[int, Number] | None = None,
+    numbers_then: Mapping[int, Number] | None = None, numbers_first: Mapping[int, Number] | None = None,
 ) -> bool:  # fmt: skip
     """Whether two traces of a step compute and draw the same, whatever they leave in Python variables. `made`:
     constants that the first trace makes in these views, and copies of them which the later one may read instead.
-    `numbers_then`: of the later trace, if it was made with other numbers than the first (numbers_of)."""
+    `numbers_then`, `numbers_first`: of the later and of the first trace, for one that was made with other numbers than
+    those for which it is asked (numbers_of)."""
     views: dict[int, int] = {}
     read: dict[int, int] = {}
     for i, (view, copy) in enumerate(made):
@@ -189,7 +190,7 @@ def same_effects(
             known = View(storage, dtype, tuple(place.size), tuple(place.stride), place.offset)
             read |= {at: i for at, one in enumerate(later.record.views) if one == known}
     numbers: dict[Any, int] = {}
-    one = _Effects(first, views, numbers, None, makes=True)
+    one = _Effects(first, views, numbers, numbers_first, makes=True)
     other = _Effects(later, read, numbers, numbers_then, makes=False)
     same: bool = one.all() == other.all()
     return same

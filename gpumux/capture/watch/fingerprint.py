@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gpumux.capture.source import Executed
-from gpumux.capture.state import ABSENT, UNRETURNED, Identity, Reading, Watch, equal, has_memory, layout, left_at
+from gpumux.capture.state import ABSENT, PLAIN, UNRETURNED, Identity, Reading, Watch, equal, has_memory, layout, left_at
 from gpumux.capture.symbols import Number, of_python
 from gpumux.capture.watch.walk import Walk
 from gpumux.capture.watch.watches import random_states
@@ -473,6 +473,28 @@ class Fingerprint:
             for i, (a, b) in list(enumerate(zip(old, new, strict=True)))[w.at]
             if _turned(a, b, constants)
         ]
+
+    def constants_since(self, before: Sequence[Reading]) -> list[tuple[int, int, Any]] | None:
+        """The constants that differ from an earlier reading: (watch, position in its reading, present value). None if
+        anything else differs."""
+        found = []
+        for i, (watch, old, new) in enumerate(zip(self.watches, before, self.read(), strict=True)):
+            if watch.same(old, new, self._identity):
+                continue
+            if len(old) != len(new):
+                return None
+            for j, (a, b) in enumerate(zip(old, new, strict=True)):
+                if a is not b and repr(a) != repr(b):
+                    if type(a) not in PLAIN or type(b) not in PLAIN:
+                        return None
+                    found.append((i, j, b))
+        return found
+
+    def put_constants(self, constants: Iterable[tuple[int, int, Any]]) -> None:
+        """Put there what `constants_since` found with equal watches."""
+        for i, j, value in constants:
+            reading = tuple(self.watches[i].read())
+            self.watches[i].restore((*reading[:j], value, *reading[j + 1 :]))
 
     def changes(self, before: list[Reading] | None = None) -> list[Change]:
         """The values that differ from an earlier reading, such as those that a step changes while it is traced; by

@@ -20,12 +20,12 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -39,7 +39,7 @@ from gpumux.capture.source import Executed
 from gpumux.capture.state import PLAIN, StateTable, has_memory
 from gpumux.capture.structure import Structure
 from gpumux.capture.symbols import Number, may_be_constant
-from gpumux.capture.watch.fingerprint import Fingerprint
+from gpumux.capture.watch.fingerprint import Change, Fingerprint
 from gpumux.capture.watch.walk import OF_OPTIMIZERS, Origin, holds_attributes_alone, of_class, of_code, of_module
 from gpumux.capture.watch.watches import kind_of
 
@@ -100,8 +100,7 @@ class _Describer:
         self._table = table
         self._names = fingerprint.names
         self._computed = not _COMPUTED.isdisjoint(self._names)
-        self._digest = hashlib.blake2b(digest_size=32)
-        self._count = 0
+        self._said: list[str] = []
         self._numbers: dict[int, int] = {}  # id -> number of an object, in the order in which they are met
         self._alive: list[Any] = []  # so that no id is used twice
         self._pending: deque[Any] = deque()
@@ -134,18 +133,18 @@ class _Describer:
         context, einsum = decimal.getcontext(), torch.backends.opt_einsum
         self._say(context.prec, context.rounding, getattr(einsum, "enabled", None), getattr(einsum, "strategy", None))
         self._say(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
-        return Description(self._digest.digest(), tuple(self._objects))
+        said = "\n".join(self._said).encode(errors="surrogatepass")
+        return Description(hashlib.blake2b(said, digest_size=32).digest(), tuple(self._objects))
 
     def _say(self, *words: object) -> None:
-        self._count += 1
-        if self._count > MOST_VALUES:
+        if len(self._said) > MOST_VALUES:
             raise NotComparable
-        self._digest.update(repr(words).encode())
+        self._said.append(repr(words))
 
     def _value(self, value: Any) -> None:
         kind = type(value)
         if kind in PLAIN or isinstance(value, numpy.generic):
-            self._say(kind.__name__, repr(value))
+            self._said.append(f"{kind.__name__} {value!r}")
         elif isinstance(value, torch.Tensor):
             self._tensor(value)
         elif kind is tuple or kind is torch.Size:
@@ -348,13 +347,25 @@ class KeptTrace:
     confirmed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class KeptFirst:
+    """The first call of a step that filled in variables, as a model of transformers does in its configuration.
+    `description`: of the step before it. `filled`: the constants and their places (Fingerprint.constants_since)."""
+
+    description: Description
+    filled: Sequence[tuple[int, int, Any]]
+    trace: KeptTrace
+
+
 @dataclass(slots=True)
 class KeptCase:
-    """The traces of steps with one description. `executed`: the code that was known to run in them."""
+    """The traces of steps with one description. `executed`: the code that was known to run in them. `firsts`: first
+    calls that led to this description."""
 
     executed: Executed
     description: Description
     traces: list[KeptTrace] = field(default_factory=list)
+    firsts: list[KeptFirst] = field(default_factory=list)
 
     def of(self, began: Held, holds: Callable[[KeptTrace], bool]) -> Any:
         """A trace that began so and that holds for the numbers of the step, None if there is none."""
@@ -363,6 +374,27 @@ class KeptCase:
     @property
     def operators(self) -> int:
         return sum(len(one.trace.record.ops) for one in self.traces)
+
+
+class FirstCall(NamedTuple):
+    """A call of a step whose trace changed variables for good."""
+
+    trace: KeptTrace
+    changes: Sequence[Change]
+
+
+def _kept_first(fn: Any, fingerprint: Fingerprint, table: StateTable, first: FirstCall) -> KeptFirst | None:
+    """The first call with its description, for which what it changed is put back for a moment. None if it changed more
+    than constants, or can't be described. `fingerprint`: of the step after it."""
+    for change in reversed(first.changes):
+        change.restore()
+    try:
+        before, description = fingerprint.read(), described(fn, fingerprint, table)
+    finally:
+        for change in first.changes:
+            change.again()
+    filled = fingerprint.constants_since(before)
+    return KeptFirst(description, filled, first.trace) if description is not None and filled else None
 
 
 class KeptTraces:
@@ -378,27 +410,34 @@ class KeptTraces:
             cases = list(self._cases.get((_code(fn), key), ()))
         return {i: found for case in cases for i, found in case.executed.items()}
 
-    def find(self, fn: Any, key: Hashable, fingerprint: Fingerprint, table: StateTable) -> KeptCase | None:
-        """The traces of steps equal to this one. `key`: the description of the batch. `fingerprint`: made with the code
-        that ran in them, if that could be."""
+    def find(
+        self, fn: Any, key: Hashable, fingerprint: Fingerprint, table: StateTable
+    ) -> tuple[KeptCase | None, KeptFirst | None]:
+        """The traces of steps equal to this one; or, with a first call of a step equal to this one, those of the steps
+        after it. `key`: the description of the batch. `fingerprint`: made with the code that ran in them, if that could
+        be."""
         at = (_code(fn), key)
         with self._lock:
             cases = list(self._cases.get(at, ()))
         now = described(fn, fingerprint, table) if cases else None
         if now is None:
-            return None
+            return None, None
         for case in cases:
-            if not fingerprint.lacks(case.executed) and now.equals(case.description):
+            if fingerprint.lacks(case.executed):
+                continue
+            first = next((one for one in case.firsts if now.equals(one.description)), None)
+            if first is not None or now.equals(case.description):
                 with self._lock:
                     if at in self._cases:
                         self._cases.move_to_end(at)
-                return case
-        return None
+                return case, first
+        return None, None
 
     def add(
-        self, fn: Any, key: Hashable, fingerprint: Fingerprint, table: StateTable, traces: Sequence[KeptTrace]
-    ) -> None:
-        """Keep the traces of a step."""
+        self, fn: Any, key: Hashable, fingerprint: Fingerprint, table: StateTable, traces: Sequence[KeptTrace],
+        first: FirstCall | None = None,
+    ) -> None:  # fmt: skip
+        """Keep the traces of a step. `first`: its first call, if that changed variables."""
         description = described(fn, fingerprint, table)
         if description is None:
             return
@@ -412,6 +451,8 @@ class KeptTraces:
                 cases.append(case)
                 del cases[:-MOST_ALIKE]
             case.traces += traces
+            if first is not None and (kept := _kept_first(fn, fingerprint, table, first)) is not None:
+                case.firsts.append(kept)
             while len(self._cases) > MOST_STEPS or self._operators() > MOST_OPERATORS:
                 self._cases.popitem(last=False)
 
@@ -435,11 +476,12 @@ def key_of(batch: Hashable, numbers: Sequence[tuple[int, Any]]) -> Hashable:
     return batch, tuple([(i, repr(value)) for i, value in numbers])
 
 
-def may_be_kept(trace: Any) -> bool:
-    """Whether a trace names no object of its job, but buffers, parameters and numbers by their places."""
+def may_be_kept(trace: Any, changed: Set[str] = frozenset()) -> bool:
+    """Whether a trace names no object of its job, but buffers, parameters and numbers by their places. `changed`: what
+    it may have changed."""
     alone = not (
         trace.flags or trace.replaced or trace.moved_data or trace.left or trace.further or trace.on_batch
-        or trace.replays or trace.moved or trace.read_values or trace.ranks is not None
+        or trace.replays or not trace.moved.keys() <= changed or trace.read_values or trace.ranks is not None
     )  # fmt: skip
     constants = sum(one.nbytes for one in trace.record.storages if one.kind == "const")
     return alone and len(trace.record.ops) <= MOST_OPERATORS and constants <= MOST_BYTES
