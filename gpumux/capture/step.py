@@ -467,6 +467,8 @@ class StepFunction:
                 self._again, self._switches = None, True
             self._cases.clear()
             self._new.clear()
+            if self._unconfirmed is not None:
+                self._unconfirmed.clear()  # no later trace is to be as those were
         self._undo(undo)
         raise NotRepeatable(
             f"{self.name} makes tensors that it keeps anew each time it is traced",

@@ -323,6 +323,14 @@ def test_a_pointer_in_a_buffer_is_a_number_of_each_step(
     assert all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
+def test_what_was_traced_before_it_was_known_to_count_is_not_confirmed(traces: list[int], endpoint: str) -> None:
+    model = Pointer((), fill)
+    step, optimizer = training(model)
+    with client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint):
+        # One in which the pointer is a constant, one that finds int() of it, and one for each phase of the optimizer.
+        assert len(traces) <= 4
+
+
 def copies(model: nn.Module) -> list[Tensor]:
     return [tensor.clone() for tensor in model.state_dict().values()]
 
