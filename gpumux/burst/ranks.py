@@ -76,8 +76,8 @@ class StepOrigin:
 
 
 class BurstSplitter:
-    """A RankSplitter (capture/step.py) for a placement of layers on ranks (DeepPool, sections 3 and 4). `placement`:
-    over which ranks steps are split now."""
+    """A RankSplitter (capture/microbatch/split.py) for a placement of layers on ranks (DeepPool, sections 3 and 4).
+    `placement`: over which ranks steps are split now."""
 
     def __init__(
         self, placement: RankPlacement, batch_norm: BatchNorm = "refuse",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -24,7 +24,7 @@ from gpumux.capture.batch.containers import flatten, other_batch
 from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, refuse_gradient, refuse_old_gradient, refuse_shared
 from gpumux.capture.fetching import without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, changes_state, lower, place_of, replaces
-from gpumux.capture.microbatch.split import first_part, split
+from gpumux.capture.microbatch.split import RankSplitter, first_part, split
 from gpumux.capture.outside.met import TraceOver
 from gpumux.capture.outside.refused import refuse_held
 from gpumux.capture.side_effects import first_call_differs
@@ -354,28 +354,6 @@ class Choice:
             left.apply(self.tensors)
         for optimizer in table.optimizers:
             optimizer._opt_called = True  # learning-rate schedulers check whether step() ever ran
-
-
-class RankSplitter(Protocol):
-    """Splits steps over ranks (burst/ranks.py)."""
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def counts(self) -> Sequence[int]:
-        """In how many parts the batch is traced, each above 1."""
-
-    @property
-    def further_counts(self) -> Sequence[int]:
-        """In how many parts it is traced as well, if it can be."""
-
-    def split(self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable) -> Any:
-        """What becomes RawTrace.ranks: the traces of all ranks, from those of the first of so many parts. Raises
-        NotSplittable."""
-
-    def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> Any:
-        """What the ranks run of a trace that was split. `whole`: its Program for one device. Raises NotSplittable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -376,7 +376,7 @@ class RawTrace:
     replays: list[LeftNumbers] = field(default_factory=list)  # places in which the step leaves numbers
     homes: set[int] = field(default_factory=set)  # ids of the objects with the places of `left` and `replays`
     moved: dict[str, str] = field(default_factory=dict)  # variables in which the step leaves constants, and these
-    ranks: Any = None  # what a RankSplitter (step.py) made of the step
+    ranks: Any = None  # what a RankSplitter (microbatch/split.py) made of the step
     places: frozenset[int] = frozenset()  # which slices are at places that change (values/places.py)
     after_backward: AfterBackward | None = None  # None: no gradient was computed
     read_values: dict[int, ReadValue] = field(default_factory=dict)  # of the job's buffers, by which Python decided

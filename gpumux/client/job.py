@@ -24,10 +24,10 @@ import torch
 from gpumux.capture.batch.checks import warn_of_undone
 from gpumux.capture.fetching import without_fetching
 from gpumux.capture.generator import ClientGenerator, open_jobs
-from gpumux.capture.microbatch.split import TOLERANCE, check_microbatches
+from gpumux.capture.microbatch.split import TOLERANCE, RankSplitter, check_microbatches
 from gpumux.capture.source import fold, folded
 from gpumux.capture.state import StateTable
-from gpumux.capture.step import Choice, KeepMore, RankSplitter, StepFunction, StepProgram
+from gpumux.capture.step import Choice, KeepMore, StepFunction, StepProgram
 from gpumux.capture.structure import State
 from gpumux.capture.symbols import ConstantScalars
 from gpumux.capture.tracer import Tracer

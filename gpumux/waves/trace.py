@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 import torch
 
 from gpumux.capture.lower import Lowered, LoweredRank, changes_state, dense, lower
+from gpumux.capture.microbatch.split import RankSplitter
 from gpumux.capture.recorder import RankTraces, RawOp, RawStorage, TraceRecord
 from gpumux.capture.state import Left, StateTable
-from gpumux.capture.step import RankSplitter, StepProgram
+from gpumux.capture.step import StepProgram
 from gpumux.capture.structure import DeviceLeaf, frozen_leaves
 from gpumux.capture.tracer import AfterBackward, DeviceExit, RawTrace
 from gpumux.errors import NotSplittable
@@ -57,7 +58,7 @@ class WavePrograms:
 
 
 class WaveSplitter:
-    """A RankSplitter (capture/step.py) for two waves, on one device or on the ranks of another one's."""
+    """A RankSplitter (capture/microbatch/split.py) for two waves, on one device or on the ranks of another one's."""
 
     def __init__(self, over: RankSplitter | None = None) -> None:
         self._over = over

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy
 import torch
 
 from gpumux.capture.batch.arrays import tensor_over
 from gpumux.capture.batch.containers import flatten, unflatten
+from gpumux.capture.lower import Lowered
 from gpumux.capture.microbatch.classify import (
     REMEDY,
     OperatorPair,
@@ -34,6 +35,28 @@ from gpumux.capture.values.machine import Inconclusive, Machine
 from gpumux.errors import ConfigError, NotSplittable
 from gpumux.hostmemory import return_freed
 from gpumux.program.ir import ITEM_BYTES, TensorRef, extent
+
+
+class RankSplitter(Protocol):
+    """Splits steps over ranks (burst/ranks.py)."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """In how many parts the batch is traced, each above 1."""
+
+    @property
+    def further_counts(self) -> Sequence[int]:
+        """In how many parts it is traced as well, if it can be."""
+
+    def split(self, full: RawTrace, parts: dict[int, RawTrace], tensors: list[torch.Tensor], table: StateTable) -> Any:
+        """What becomes RawTrace.ranks: the traces of all ranks, from those of the first of so many parts. Raises
+        NotSplittable."""
+
+    def programs(self, raw: RawTrace, table: StateTable, keep: frozenset[int], whole: Lowered) -> Any:
+        """What the ranks run of a trace that was split. `whole`: its Program for one device. Raises NotSplittable."""
 
 
 def join(
