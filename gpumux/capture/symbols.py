@@ -108,9 +108,11 @@ class ScalarGuard:
 
 
 class Scope:
-    """All expressions and guards of one trace."""
+    """All expressions and guards of one trace. Python gets plain numbers, on which the trace depends, in place of
+    symbols for the variables whose names begin with `plain`."""
 
-    def __init__(self, locate: Callable[[], str]) -> None:
+    def __init__(self, locate: Callable[[], str], plain: str = "") -> None:
+        self._plain = plain
         self._made: dict[tuple[Any, ...], Expr] = {}
         self._locate = locate
         self.exprs: list[Expr] = []
@@ -150,6 +152,8 @@ class Scope:
 
         if expr.constant:
             return expr.value
+        if self._plain and any(name.startswith(self._plain) for name in _variables(expr)):
+            return self.guard(expr)
         node = HostNode(self, expr)
         if isinstance(expr.value, bool):
             return torch.SymBool(node)
