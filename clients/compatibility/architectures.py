@@ -328,6 +328,21 @@ def transformer_language_model(train: Train) -> Any:
     return _language(train, _TransformerLM())
 
 
+class _CachedMaskLM(_TransformerLM):
+    src_mask: Tensor | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.src_mask is None or self.src_mask.size(0) != ids.size(1):
+            self.src_mask = torch.log(torch.tril(torch.ones(ids.size(1), ids.size(1))))
+        logits: Tensor = self.head(self.encoder(self.embedding(ids) * math.sqrt(8), mask=self.src_mask))
+        return logits
+
+
+@idiom("nn.TransformerEncoder with a mask that is cached: if self.src_mask is None or ... (word_language_model)")
+def cached_mask_language_model(train: Train) -> Any:
+    return _language(train, _CachedMaskLM())
+
+
 class _EncoderOverPadding(nn.Module):
     def __init__(self) -> None:
         super().__init__()

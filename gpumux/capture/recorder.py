@@ -891,15 +891,15 @@ class Recorder(TorchDispatchMode):
         return key is not None and key in self.host and key not in self._rebound
 
     def is_number(self, value: Any) -> bool:
-        """Whether a value is a tracked number that differs from step to step, or a local tensor that does not hold what
-        it holds in the step: such a number, or what the device writes there."""
+        """Whether a value is a tracked number that differs from step to step, or a local tensor that is one of the
+        trace: it holds a number, also one that is different in other traces, or what the device writes there."""
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or isinstance(value, FakeTensor):
             return is_symbol(value)
         key = value.untyped_storage()._cdata
-        return key in self._rebound or (key in self.host and not self.host[key].constant)
+        return key in self._rebound or key in self.host
 
     def computed(self, value: torch.Tensor) -> torch.Tensor | None:
-        """The fake tensor for a local one that does not hold what it holds in the step. None for any other."""
+        """The fake tensor for a local one of the trace. None for any other."""
         return self.to_fake(value) if self.is_number(value) else None
 
     def _foreign(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ from gpumux.capture.lower import NOTHING, Lowered, Replaces, changes_state, lowe
 from gpumux.capture.microbatch.split import RankSplitter, first_part, split
 from gpumux.capture.outside.met import TraceOver
 from gpumux.capture.outside.refused import refuse_held
+from gpumux.capture.outside.tensors import COUNTER
 from gpumux.capture.side_effects import first_call_differs
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
@@ -43,6 +44,7 @@ from gpumux.capture.tracer import (
     refuse_odd_tensors,
 )
 from gpumux.capture.values.comparison import (
+    asks_for_types,
     first_difference,
     numbers_of,
     same_but_for_the_optimizer,
@@ -776,6 +778,21 @@ class StepFunction:
                     self._tracer.tidy()
 
     def _trace_case(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace:
+        attempt = partial(self._trace_with_counters, case, args, kwargs, state, may_change)
+        found, alike = attempt(), True
+        if self._table.counters and not self._tracer.plain and asks_for_types(found):
+            self._tracer.plain = COUNTER
+            try:
+                plain = self._trace_once(case, args, kwargs, state, expected=found.moved, places=found.places)
+                alike = same_for_these_numbers(found, plain)
+            finally:
+                self._tracer.plain = "" if alike else COUNTER
+        if alike:
+            return found
+        self._tracer.tidy()
+        return attempt()
+
+    def _trace_with_counters(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace:
         found = self._trace_lifted(case, args, kwargs, state, may_change) if case.sources else None
         return found or self._trace_plainly(case, args, kwargs, state, may_change)
 

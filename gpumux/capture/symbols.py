@@ -40,6 +40,11 @@ def _rounded(op: Callable[..., Any]) -> Callable[..., float]:
     return lambda *args: _f32(op(*(_f32(a) for a in args)))
 
 
+def _wrapped(op: Callable[..., int]) -> Callable[..., int]:
+    # As numbers of 64 bits overflow.
+    return lambda a, b: (op(a, b) + 2**63) % 2**64 - 2**63
+
+
 def _truediv(a: Number, b: Number) -> float:
     return a / b
 
@@ -69,6 +74,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "round": round, "trunc": math.trunc, "tanh": math.tanh, "floor": math.floor, "ceil": math.ceil, "log2": math.log2,
     "log10": math.log10, "f32.add": _rounded(operator.add), "f32.sub": _rounded(operator.sub),
     "f32.mul": _rounded(operator.mul), "f32.div": _rounded(operator.truediv), "f32.cast": _f32,
+    "i64.add": _wrapped(operator.add), "i64.sub": _wrapped(operator.sub), "i64.mul": _wrapped(operator.mul),
     **{f"numpy.{name}": _of_numpy(name) for name in NUMPY},
 }  # fmt: skip
 
@@ -102,9 +108,11 @@ class ScalarGuard:
 
 
 class Scope:
-    """All expressions and guards of one trace."""
+    """All expressions and guards of one trace. Python gets plain numbers, on which the trace depends, in place of
+    symbols for the variables whose names begin with `plain`."""
 
-    def __init__(self, locate: Callable[[], str]) -> None:
+    def __init__(self, locate: Callable[[], str], plain: str = "") -> None:
+        self._plain = plain
         self._made: dict[tuple[Any, ...], Expr] = {}
         self._locate = locate
         self.exprs: list[Expr] = []
@@ -144,6 +152,8 @@ class Scope:
 
         if expr.constant:
             return expr.value
+        if self._plain and any(name.startswith(self._plain) for name in _variables(expr)):
+            return self.guard(expr)
         node = HostNode(self, expr)
         if isinstance(expr.value, bool):
             return torch.SymBool(node)

@@ -445,6 +445,7 @@ class Tracer:
         self._allowed = allowed
         self._device = device
         self._restorers: list[tuple[Callable[[], None], Callable[[], None]]] = []  # as of SideEffects.restorers
+        self.plain = ""  # as of Scope
         self.warned = False  # of objects of the batch that a step changes
         self._caches = Caches()
         self._unknown: torch.Tensor | None = None  # of another trace, which the newest trace met
@@ -469,7 +470,7 @@ class Tracer:
         Raises CaptureError or a subclass, Moves, and with `may_change` TraceAgain."""
         self._begun()
         with _capturing, self.table.on_tracing_device(), suppress_fake_tensor_logs():
-            scope = Scope(source.user_line)
+            scope = Scope(source.user_line, self.plain)
             plain = fingerprint.read()
             with fingerprint.replaced(partial(symbol, scope)) if lift.symbols else nullcontext():
                 run = partial(

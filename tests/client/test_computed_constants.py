@@ -79,6 +79,28 @@ def of_a_buffer_that_is_zero(model: Model, h: Tensor) -> Tensor:
     return h
 
 
+def given_as_out(model: Model, h: Tensor) -> Tensor:
+    first, second = torch.tensor(3.0), torch.tensor(0.0)
+    torch.add(first, 1, out=first)
+    torch.mul(first, 2, out=second)
+    torch.neg(second, out=first)
+    return h * first + second
+
+
+def in_whole_views(model: Model, h: Tensor) -> Tensor:
+    h = h * int(model.count)
+    model.count[...] += 1
+    view = model.count[...]
+    view *= 2
+    return h
+
+
+def beyond_64_bits(model: Model, h: Tensor) -> Tensor:
+    h = h * (int(model.count) % 7)
+    model.count.mul_(6364136223846793005).add_(1442695040888963407)
+    return h + torch.tensor(2**62) * 4
+
+
 def contents(model: Model) -> list[Tensor]:
     there = [*model.state_dict().values(), model.average, model.kept["total"], *model.pair]
     return [one.clone() for one in [*there, *([] if model.seen is None else [model.seen])]]
@@ -108,13 +130,54 @@ def run(body: Any, endpoint: str | None) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "body",
-    [in_a_buffer, in_a_variable, in_a_dictionary, in_a_tuple, of_one_number, of_a_buffer_that_is_zero],
+    [
+        in_a_buffer,
+        in_a_variable,
+        in_a_dictionary,
+        in_a_tuple,
+        of_one_number,
+        of_a_buffer_that_is_zero,
+        given_as_out,
+        in_whole_views,
+        beyond_64_bits,
+    ],
     ids=lambda body: body.__name__,
 )
 def test_what_is_left_is_what_the_plain_step_leaves(body: Any, endpoint: str) -> None:
     want, got = run(body, None), run(body, endpoint)
     assert len(want) == len(got)
     assert [torch.equal(a, b) for a, b in zip(want, got, strict=True)] == [True] * len(want)
+
+
+def test_a_counter_that_is_given_as_out_is_refused(endpoint: str) -> None:
+    def body(model: Model, h: Tensor) -> Tensor:
+        h = h * int(model.count)
+        torch.add(model.count, 2, out=model.count)
+        return h
+
+    with pytest.raises(errors.CaptureError, match="writes into count, by whose value its Python decides"):
+        run(body, endpoint)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_constant_is_left_by_each_of_the_captures_that_make_one(added: bool, endpoint: str) -> None:
+    model = Model()
+
+    def step(x: Tensor, flag: bool) -> Tensor:
+        number = torch.tensor(2.0) if flag else torch.tensor(3.0)
+        if added:
+            number = torch.tensor(1.0)
+            number += 2 if flag else 3
+        model.seen = model.log["number"] = number
+        model.average = number + 1
+        return model.layer(x).sum().detach()
+
+    x = torch.randn(3, 6)
+    with client.submit(step, example=(x, True), model=model, endpoint=endpoint) as job:
+        for i in range(6):
+            job.step(x, i % 3 == 1).result()
+            found = [model.seen.item(), model.log["number"].item(), model.average.item() - 1]
+            assert found == [(2.0 if i % 3 == 1 else 3.0) + added] * 3
 
 
 def into_a_new_place(model: Model, h: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -529,3 +530,94 @@ def test_what_is_alike() -> None:
     assert alike({1, 2}, {2, 1})
     assert not alike(nn.Linear(1, 1), copy.deepcopy(nn.Linear(1, 1)))
     assert not alike([[[[[1]]]]], [[[[[1]]]]])  # too deep to tell
+
+
+class Masked(nn.Module):
+    """A Transformer, which compares its masks with a causal one, with a mask that is no buffer."""
+
+    def __init__(self, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, 4)
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(2, 3, 8)
+        if self.mask is None:
+            self.mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        out: Tensor = self.head(self.transformer(x, x, src_mask=self.mask, tgt_mask=self.mask)).view(6, 4)
+        return out
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_transformer_takes_a_mask_from_an_attribute(cached: bool, endpoint: str) -> None:
+    def make() -> Work:
+        model = Masked(None if cached else torch.triu(torch.full((3, 3), -1.0), 1))
+        step, optimizer = training(model)
+        return Work([model], [optimizer], [(step, DATA[0])], simple_loop(DATA, 5))
+
+    check(make, endpoint)
+
+
+class Held:
+    def __init__(self) -> None:
+        self.scales = torch.tensor([0.5, 2.0])
+
+
+def in_place(held: Held, i: int) -> None:
+    held.scales[i % 2] += 0.25
+
+
+def anew(held: Held, i: int) -> None:
+    held.scales = torch.tensor([0.5, i / 4])
+
+
+def of_another_length(held: Held, i: int) -> None:
+    held.scales = torch.full((3,), i / 4)
+
+
+def not_at_all(held: Held, i: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("change", [in_place, anew, of_another_length, not_at_all])
+def test_python_decides_by_a_tensor_that_only_the_script_writes(
+    change: Callable[[Held, int], None], endpoint: str
+) -> None:
+    def run(submit: bool) -> list[float]:
+        torch.manual_seed(3)
+        model, held = nn.Linear(8, 4), Held()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) * held.scales.sum().item() + held.scales.mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        losses = []
+        with (
+            client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
+            if submit
+            else nullcontext() as job
+        ):
+            for i in range(6):
+                losses.append(float((job.step if job else step)(*DATA[i % 3])))
+                if i % 3 == 2:
+                    change(held, i)
+        return losses
+
+    assert run(True) == run(False)
+
+
+def test_but_not_by_one_that_a_step_writes(endpoint: str) -> None:
+    held = Held()
+
+    def step(x: Tensor) -> Tensor:
+        found = x * held.scales.sum().item()
+        held.scales.mul_(0.5)
+        return found
+
+    with pytest.raises(errors.DataDependent, match=r"test_held_values.py:\d+ reads a tensor's value"):
+        client.submit(step, example=DATA[0][:1], endpoint=endpoint)

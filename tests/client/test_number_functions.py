@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import linecache
+import numbers
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -274,3 +275,87 @@ def test_a_hyperparameter_and_another_type_of_numpy_are_refused_with_the_line(en
 
     with pytest.raises(errors.CaptureError, match=r"test_number_functions.py:\d+ gives numpy.multiply a hyperparam"):
         client.submit(step, example=(X,), model=model, optimizer=optimizer, endpoint=endpoint)
+
+
+def _matched(n: Any) -> float:
+    match n:
+        case int():
+            return 2.0
+        case _:
+            return 3.0
+
+
+class Counted(torch.nn.Module):
+    """Counts its calls in a buffer."""
+
+    count: torch.Tensor
+
+    def __init__(self, weight: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 2)
+        self.register_buffer("count", torch.tensor(0))
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = self.count.item()
+        self.count += 1
+        found: torch.Tensor = self.layer(x) * self.weight(n) * (n + 1)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("weight", "most"),
+    [
+        (lambda n: 2.0 if isinstance(n, int) and not isinstance(n, (bool, float)) else 3.0, 2),
+        (lambda n: 2.0 if isinstance(n, numbers.Integral) else 3.0, 2),
+        (lambda n: 2.0 if n.__class__ is int else 3.0, 2),
+        (_matched, 2),
+        (lambda n: 2.0 if type(n) is int else 3.0, 5),  # no symbol is that: a capture for each value
+    ],
+)
+def test_a_number_of_a_tensor_is_of_the_class_that_it_has_in_the_plain_step(
+    weight: Callable[[Any], float], most: int, endpoint: str
+) -> None:
+    model = Counted(weight)
+    want = [model(X).detach() for _ in range(5)]
+    model.count.zero_()
+    with client.submit(lambda x: model(x).detach(), example=(X,), model=model, endpoint=endpoint) as job:
+        assert all(torch.equal(job.step(X).result(), each) for each in want)
+        assert len(job._remote.programs) <= most
+
+
+class Checked(torch.optim.Optimizer):
+    """Looks at the classes of its numbers."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            rate = group["lr"] if isinstance(group["lr"], float) else 3 * group["lr"]
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                p -= p.grad * (rate / state["step"] if isinstance(state["step"], int) else rate)
+
+
+def test_so_are_hyperparameters_and_step_counts(endpoint: str) -> None:
+    def run(endpoint: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(6, 2)
+        optimizer = Checked(model.parameters(), 0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        if endpoint is None:
+            return [step(X).clone() for _ in range(4)]
+        with client.submit(step, example=(X,), model=model, optimizer=optimizer, endpoint=endpoint) as job:
+            return [job.step(X).result().clone() for _ in range(4)]
+
+    assert all(map(torch.equal, run(None), run(endpoint)))

@@ -973,7 +973,9 @@ def test_the_scale_of_a_scaler_is_compared_in_the_loop(endpoint: str) -> None:
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = scaler.scale(model(x).sum())
-        return loss * 2 if scaler.get_scale() > 1 else loss
+        found = loss * 2 if scaler.get_scale() > 1 else loss
+        scaler.update(0.5)
+        return found
 
     error = refusal(step, endpoint, errors.DataDependent, model=model)
     assert "GradScaler.get_scale reads a tensor's value" in error.message

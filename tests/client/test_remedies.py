@@ -31,7 +31,7 @@ def over_a_loader(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def without_loops(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    edge_index = EDGES
+    edge_index = EDGES + 0 * y[0]
     edge_index = edge_index[:, edge_index[0] != edge_index[1]]
     return torch.zeros(6, 3).index_add(0, edge_index[1], model(x)[edge_index[0]]).sum()
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gpumux.capture.recorder import RawOp, RawStorage, TraceRecord
+from gpumux.capture.source import is_user_code
 from gpumux.capture.state import StateTable
 from gpumux.capture.structure import frozen_leaves, map_frozen
 from gpumux.capture.symbols import Evaluator, Expr, Number
@@ -115,6 +116,11 @@ def same_for_these_numbers(symbolic: RawTrace, plain: RawTrace) -> bool:
     """Whether two traces of a step do the same, when each formula counts as its value."""
     same: bool = (_described(symbolic), symbolic.moved) == (_described(plain), plain.moved)
     return same
+
+
+def asks_for_types(trace: RawTrace) -> bool:
+    """Whether code of the user's may ask `type(n) is int`, which holds for no symbol."""
+    return any("type" in code.co_names and is_user_code(code) for code, _ in trace.executed.values())
 
 
 def _described(raw: RawTrace) -> Any:

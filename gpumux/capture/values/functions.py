@@ -8,6 +8,7 @@ else with it: for another use (`type(x) is float`) there is no substitute. The s
 
 from __future__ import annotations
 
+import abc
 import ast
 import builtins
 import inspect
@@ -46,6 +47,8 @@ def swaps(scope: Scope) -> Iterator[tuple[Any, str, Any]]:
         yield kind, "__array__", _array
         yield kind, "clip", _clip  # numpy.clip(n, low, high) calls the method
         yield kind, "round", _round
+    for symbols, number in _KINDS.items():
+        yield symbols, "__getattribute__", _of_class(number)
     for (name, function), may in _CALLED.items():
         if may and (module := sys.modules.get(name)) is not None and function not in vars(module):
             yield module, function, _TYPES[function]
@@ -141,6 +144,24 @@ def _round(self: Any, decimals: int = 0, out: None = None) -> Any:
 
 
 # ---- float and int
+
+_KINDS: dict[type, type] = {torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool}
+
+
+def _of_class(number: type) -> Callable[..., Any]:
+    """The attributes of a symbol. Its class is that of the number where the user's code asks, and so `isinstance` says
+    what it says in the plain step. Torch's own code tells symbols from numbers."""
+
+    def attribute(self: Any, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        if name == "__class__" and isinstance(object.__getattribute__(self, "node"), HostNode):
+            caller: Any = sys._getframe(1)
+            if caller.f_globals is vars(abc):  # isinstance(n, numbers.Number)
+                caller = caller.f_back
+            return number if is_user_code(caller.f_code) else found
+        return found
+
+    return attribute
 
 
 class _NumberType(type):

@@ -23,7 +23,9 @@ from gpumux.capture.symbols import Expr, Number
 from gpumux.capture.values.constants import constant_value
 from gpumux.errors import CaptureError, DataDependent
 
-MOST_BYTES = 1 << 16  # of a buffer, as its bytes are compared at each call
+# Of a buffer, as its bytes are compared at each call, and of a tensor of no model, as masks of attention are.
+MOST_BYTES = 1 << 16
+MOST_BYTES_OUTSIDE = 1 << 22
 
 
 def counts(tensor: torch.Tensor) -> bool:
@@ -82,15 +84,24 @@ class HeldValues:
         return all(self._bytes(buffer) == data for buffer, data in read.items())
 
     def content(self, buffer: int) -> bytes | None:
-        """The bytes of a buffer of the models. None for other buffers, for those that steps write, and for large ones
-        and those on a GPU, whose comparison at each call would take too long."""
+        """The bytes of a buffer of the models, or of a tensor of no model that steps only read. None for those that
+        steps write, and for large ones and those on a GPU, whose comparison at each call would take too long."""
         table = self._table
-        home = table.buffers[buffer].home
-        if table.twins is not None or len(home) != 1 or not 0 < table.buffers[buffer].nbytes <= MOST_BYTES:
+        home, size = table.buffers[buffer].home, table.buffers[buffer].nbytes
+        outside = self._outside(buffer)
+        most = MOST_BYTES_OUTSIDE if outside else MOST_BYTES
+        if table.twins is not None or len(home) != 1 or not 0 < size <= most or buffer in self._written:
             return None
-        if buffer in self._written or not table.of_models(buffer):
-            return None
-        return self._bytes(buffer)
+        return self._bytes(buffer) if outside or table.of_models(buffer) else None
+
+    def _outside(self, buffer: int) -> bool:
+        """Whether nothing but tensors of no model lies on a buffer, which no step trains or counts."""
+        table = self._table
+        there = [t for _, t in table.only_read if (found := table.lookup(t)) is not None and found[0] == buffer]
+        others = [t for _, t in [*table.tensors, *table.written]]
+        if any((found := table.lookup(t)) is not None and found[0] == buffer for t in others):
+            return False
+        return bool(there) and not any(t.requires_grad or counts(t) for t in there)
 
     def _bytes(self, buffer: int) -> bytes:
         memory = byte_view(self._table.buffers[buffer].home[0][0])

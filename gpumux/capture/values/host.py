@@ -20,7 +20,7 @@ aten = torch.ops.aten
 _ARITHMETIC = frozenset(("add", "sub", "mul", "div", "remainder", "floor_divide"))
 _OF_INTEGERS = {"remainder": "mod", "floor_divide": "floordiv"}
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
-_SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+_SAME = {aten.detach.default, aten.lift_fresh.default}
 _COPIES = {aten.clone.default}
 _TYPES = (torch.float32, torch.float64, torch.int64)
 _FLAGS = (torch.bool, torch.uint8)  # which are set and compared alone
@@ -53,6 +53,8 @@ class HostTensors:
             if args[0].dtype == torch.bool:
                 return True, bool(self.scope.guard(found))
             return True, self.scope.guard(found) if isinstance(found.value, bool) else self.scope.symbol(found)
+        if kwargs.get("out") is not None:
+            return False, None  # the result belongs into that tensor, as the device's operator writes it
         if func in _SAME:
             return True, args[0]
         if func.is_view:
@@ -153,7 +155,7 @@ class HostTensors:
         if left.dtype == torch.float64:
             return self.scope.apply("truediv" if name == "div" else name, a, b)
         if left.dtype == torch.int64 and name != "div":
-            return self.scope.apply(name, a, b)
+            return self.scope.apply(f"i64.{name}", a, b)
         return None
 
     def _compare(self, name: str, left: Any, right: Any) -> tuple[bool, Any]:
