@@ -324,6 +324,14 @@ def test_a_number_of_a_tensor_is_of_the_class_that_it_has_in_the_plain_step(
         assert len(job._remote.programs) <= most
 
 
+def test_a_comparison_is_true_or_false_itself(endpoint: str) -> None:
+    def weight(n: Any) -> float:
+        late = n > 4
+        return 2.0 if late is True else 3.0
+
+    assert programs(weight, endpoint, 10) <= 3
+
+
 class Checked(torch.optim.Optimizer):
     """Looks at the classes of its numbers."""
 

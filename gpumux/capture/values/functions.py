@@ -20,6 +20,7 @@ from typing import Any
 import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import sym_node
 
 from gpumux.capture.source import is_user_code, user_line
 from gpumux.capture.swapping import here
@@ -47,6 +48,7 @@ def swaps(scope: Scope) -> Iterator[tuple[Any, str, Any]]:
         yield kind, "__array__", _array
         yield kind, "clip", _clip  # numpy.clip(n, low, high) calls the method
         yield kind, "round", _round
+    yield sym_node, "wrap_node", _known_truth(sym_node.wrap_node)
     for symbols, number in _KINDS.items():
         yield symbols, "__getattribute__", _of_class(number)
     for (name, function), may in _CALLED.items():
@@ -189,6 +191,16 @@ class _Int(metaclass=_NumberType):
     def __new__(cls, value: Any = 0, *base: Any, **more: Any) -> Any:
         value = _number(value)
         return _formula(value.node.scope, "int", value) if is_symbol(value) else int(value, *base, **more)
+
+
+def _known_truth(wrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What makes a symbol of the result of an operator. A comparison gives True or False, on which the trace depends:
+    Python decides by `flag is True` without asking a symbol."""
+
+    def function(node: Any) -> Any:
+        return node.guard_bool() if isinstance(node, HostNode) and node.is_bool() else wrap(node)
+
+    return function
 
 
 def _number(value: Any) -> Any:
