@@ -68,7 +68,6 @@ from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVar
 
 # ---- batches
 
-
 Numbers = tuple[tuple[int, Any], ...]  # (position among the batch's leaves, number or text)
 
 _PLAIN = frozenset({torch.Tensor})
@@ -132,7 +131,6 @@ def _repeated(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
 
 
 # ---- Programs, cases and their choice
-
 
 log = logging.getLogger("gpumux.client")
 T = TypeVar("T")
@@ -728,12 +726,10 @@ class StepFunction:
         return FirstCall(trace, again.changes)
 
     def _repeat(self, first: KeptFirst, case: Case, state: State) -> bool:
-        """Change the variables that the first call of an equal step changed, if this is such a call. Later traces must
-        do the same as that one."""
+        """Change what the first call of an equal step changed, if this is such a call. Later traces must be as its."""
         numbers = self._numbers_in(first.trace, case, state)
-        if numbers is None or self._first_changes is not None:
-            return False
-        if first.trace.began != held(self._table, state.structure):
+        other = self._first_changes is not None or first.trace.began != held(self._table, state.structure)
+        if numbers is None or other:
             return False
         before = case.fingerprint.read()
         case.fingerprint.put_constants(first.filled)
@@ -778,21 +774,32 @@ class StepFunction:
                     self._tracer.tidy()
 
     def _trace_case(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace:
-        attempt = partial(self._trace_with_counters, case, args, kwargs, state, may_change)
-        found, alike = attempt(), True
-        if self._table.counters and not self._tracer.plain and asks_for_types(found):
-            self._tracer.plain = COUNTER
+        """The trace, with numbers in buffers as symbols. If the step can't run with them, or does something else with
+        plain numbers, it is traced with plain ones from now on."""
+        tracer, refused = self._tracer, None
+        if self._table.counters and not tracer.plain:
             try:
+                found = self._trace_numbers(case, args, kwargs, state, may_change)
+                if not asks_for_types(found):
+                    return found
+                tracer.plain = COUNTER
                 plain = self._trace_once(case, args, kwargs, state, expected=found.moved, places=found.places)
-                alike = same_for_these_numbers(found, plain)
-            finally:
-                self._tracer.plain = "" if alike else COUNTER
-        if alike:
-            return found
-        self._tracer.tidy()
-        return attempt()
+                if same_for_these_numbers(found, plain):
+                    tracer.plain = ""
+                    return found
+            except CaptureError as error:
+                refused = error
+            tracer.tidy()
+            tracer.plain = COUNTER
+        try:
+            return self._trace_numbers(case, args, kwargs, state, may_change)
+        except CaptureError:
+            if refused is None:
+                raise
+        tracer.plain = ""
+        raise refused
 
-    def _trace_with_counters(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace:
+    def _trace_numbers(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace:
         found = self._trace_lifted(case, args, kwargs, state, may_change) if case.sources else None
         return found or self._trace_plainly(case, args, kwargs, state, may_change)
 

@@ -941,9 +941,11 @@ class Tracer:
             return HostResult(rec.scope.lift(leaf))
         if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes)):
             return leaf
+        kind = type(leaf).__name__
+        cache = "; a model of transformers leaves its cache away with use_cache=False" if "Cache" in kind else ""
         raise CaptureError(
-            f"the step returns a {type(leaf).__name__}",
-            "return tensors, numbers, strings and lists, tuples, dicts or dataclasses of them",
+            f"the step returns a {kind}",
+            f"return tensors, numbers, strings and lists, tuples, dicts or dataclasses of them{cache}",
         )
 
     def _exit(self, rec: Recorder, value: Any, path: tuple[Any, ...], counters: Counters) -> Any:

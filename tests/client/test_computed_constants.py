@@ -30,6 +30,7 @@ class Model(nn.Module):
         self.log: dict[str, Tensor] = {}
         self.kept = {"total": torch.tensor(0.0)}
         self.pair = (torch.tensor(0.0), torch.tensor(0.0))
+        self.items = [torch.tensor(1.0), torch.tensor(0.0)]
 
 
 def total(h: Tensor) -> Tensor:
@@ -55,6 +56,12 @@ def in_a_dictionary(model: Model, h: Tensor) -> Tensor:
     model.kept["total"] = torch.tensor(0.0)
     model.kept["total"] += h.detach().mean()
     model.kept["total"] *= 2
+    return h
+
+
+def in_a_list(model: Model, h: Tensor) -> Tensor:
+    h = h + model.items[1]
+    model.items[1] = total(h)
     return h
 
 
@@ -102,7 +109,7 @@ def beyond_64_bits(model: Model, h: Tensor) -> Tensor:
 
 
 def contents(model: Model) -> list[Tensor]:
-    there = [*model.state_dict().values(), model.average, model.kept["total"], *model.pair]
+    there = [*model.state_dict().values(), model.average, model.kept["total"], *model.pair, *model.items]
     return [one.clone() for one in [*there, *([] if model.seen is None else [model.seen])]]
 
 
@@ -134,6 +141,7 @@ def run(body: Any, endpoint: str | None) -> list[Tensor]:
         in_a_buffer,
         in_a_variable,
         in_a_dictionary,
+        in_a_list,
         in_a_tuple,
         of_one_number,
         of_a_buffer_that_is_zero,

@@ -355,6 +355,36 @@ def test_a_pointer_that_the_daemon_computes_is_refused(endpoint: str) -> None:
         client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
 
 
+def test_data_of_a_pointer_that_is_set_to_other_memory_is_refused(endpoint: str) -> None:
+    def move(model: Pointer, place: int) -> None:
+        model.at.data += 2  # its own memory
+        model.at.data = model.at % 12
+
+    model = Pointer((1,), move)
+    step, optimizer = training(model)
+    with pytest.raises(errors.CaptureError, match=r"test_held_values.py:\d+ sets .data of at to other memory"):
+        client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint)
+
+
+def look_up(model: Pointer, place: int) -> None:
+    model.at[0] = {2: 4, 4: 6, 6: 0}[model.at.item() + 2]
+
+
+def test_a_pointer_that_can_be_no_symbol_has_a_capture_for_each_value(endpoint: str) -> None:
+    def run(submit: bool) -> list[Any]:
+        torch.manual_seed(3)
+        model = Pointer((1,), look_up)
+        step, optimizer = training(model)
+        if not submit:
+            return [*[step(*DATA[i % 3]).clone() for i in range(9)], *copies(model)]
+        with client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint) as job:
+            losses = [job.step(*DATA[i % 3]).result().clone() for i in range(9)]
+            job.sync()
+            return [*losses, *copies(model)]
+
+    assert all(map(torch.equal, run(submit=False), run(submit=True)))
+
+
 class Two(Pointer):
     """One of two numbers in a buffer."""
 

@@ -161,8 +161,9 @@ def counted(
         last = news.get(id(tensor), tensor)
         if not recorder.is_host(last):
             raise CaptureError(
-                f"the step writes into {name}, by whose value its Python decides, what only the daemon computes",
-                "count by whole numbers: counter += 1",
+                f"the step writes into {name}, by whose value its Python decides, what only the daemon computes (values"
+                " of tensors, or operators besides + - * // % on whole numbers)",
+                "count by whole numbers: counter += 1, counter[0] = (n + 1) % k",
             )
         new = recorder.host[last.untyped_storage()._cdata]
         if new is not old:
