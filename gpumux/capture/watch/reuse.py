@@ -373,7 +373,7 @@ class KeptCase:
 
     @property
     def operators(self) -> int:
-        return sum(len(one.trace.record.ops) for one in self.traces)
+        return sum(len(one.trace.record.ops) for one in [*self.traces, *(first.trace for first in self.firsts)])
 
 
 class FirstCall(NamedTuple):
@@ -441,7 +441,7 @@ class KeptTraces:
         description = described(fn, fingerprint, table)
         if description is None:
             return
-        at = (_code(fn), key)
+        at, kept = (_code(fn), key), None if first is None else _kept_first(fn, fingerprint, table, first)
         with self._lock:
             cases = self._cases.setdefault(at, [])
             self._cases.move_to_end(at)
@@ -451,8 +451,9 @@ class KeptTraces:
                 cases.append(case)
                 del cases[:-MOST_ALIKE]
             case.traces += traces
-            if first is not None and (kept := _kept_first(fn, fingerprint, table, first)) is not None:
+            if kept is not None:
                 case.firsts.append(kept)
+                del case.firsts[:-MOST_ALIKE]
             while len(self._cases) > MOST_STEPS or self._operators() > MOST_OPERATORS:
                 self._cases.popitem(last=False)
 
