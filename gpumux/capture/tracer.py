@@ -950,10 +950,9 @@ class Tracer:
 
     def _exit(self, rec: Recorder, value: Any, path: tuple[Any, ...], counters: Counters) -> Any:
         if isinstance(value, torch.Tensor):
-            key = value.untyped_storage()._cdata
             if _is_scalar(rec, value):
                 counters.check(value, path)
-                return HostExit(rec.host[key], value.dtype)
+                return HostExit(rec.host[value.untyped_storage()._cdata], value.dtype)
             return DeviceExit(rec.view_of(rec.to_fake(value)), path)
         if is_symbol(value) or is_number(value):
             return HostExit(rec.scope.lift(value), None)

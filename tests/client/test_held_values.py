@@ -300,6 +300,26 @@ def register_anew(model: Pointer, place: int) -> None:
 MOVES = [set_only, count_in_a_view, fill, replace, replace_by_a_copy, register_anew]
 
 
+def copies(model: nn.Module) -> list[Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def moved(
+    shape: tuple[int, ...], move: Callable[[Pointer, int], None], steps: int, endpoint: str | None, most: int = 64
+) -> list[Tensor]:
+    """The losses of a model with a pointer, and its state after them. `most`: Programs of the job."""
+    torch.manual_seed(3)
+    model = Pointer(shape, move)
+    step, optimizer = training(model)
+    if endpoint is None:
+        return [*[step(*DATA[i % 3]).clone() for i in range(steps)], *copies(model)]
+    with client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint) as job:
+        losses = [job.step(*DATA[i % 3]).result().clone() for i in range(steps)]
+        assert len(job._remote.programs) <= most
+        job.sync()
+        return [*losses, *copies(model)]
+
+
 @pytest.mark.every(5)
 @pytest.mark.parametrize("shape", [(1,), (), (1, 1)])
 @pytest.mark.parametrize("move", [set_first, *MOVES])
@@ -308,19 +328,8 @@ def test_a_pointer_in_a_buffer_is_a_number_of_each_step(
 ) -> None:
     move = set_only if move is set_first and shape != (1,) else move  # at[0] is a row of the others, or none
 
-    def run(submit: bool) -> list[Any]:
-        torch.manual_seed(3)
-        model = Pointer(shape, move)
-        step, optimizer = training(model)
-        if not submit:
-            return [*[step(*DATA[i % 3]).clone() for i in range(14)], *copies(model)]
-        with client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint) as job:
-            losses = [job.step(*DATA[i % 3]).result().clone() for i in range(14)]
-            assert len(job._remote.programs) <= 3  # the first, and one for all places; one where the pointer was read
-            job.sync()
-            return [*losses, *copies(model)]
-
-    want, got = run(submit=False), run(submit=True)
+    most = 3  # Programs: the first, and one for all places; one where the pointer was read
+    want, got = moved(shape, move, 14, None), moved(shape, move, 14, endpoint, most)
     assert all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
@@ -330,10 +339,6 @@ def test_what_was_traced_before_it_was_known_to_count_is_not_confirmed(traces: l
     with client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint):
         # One in which the pointer is a constant, one that finds int() of it, and one for each phase of the optimizer.
         assert len(traces) <= 4
-
-
-def copies(model: nn.Module) -> list[Tensor]:
-    return [tensor.clone() for tensor in model.state_dict().values()]
 
 
 def test_a_pointer_that_modules_share_is_replaced_in_all_of_them_or_refused(endpoint: str) -> None:
@@ -371,18 +376,7 @@ def look_up(model: Pointer, place: int) -> None:
 
 
 def test_a_pointer_that_can_be_no_symbol_has_a_capture_for_each_value(endpoint: str) -> None:
-    def run(submit: bool) -> list[Any]:
-        torch.manual_seed(3)
-        model = Pointer((1,), look_up)
-        step, optimizer = training(model)
-        if not submit:
-            return [*[step(*DATA[i % 3]).clone() for i in range(9)], *copies(model)]
-        with client.submit(step, example=DATA[0], model=model, optimizer=optimizer, endpoint=endpoint) as job:
-            losses = [job.step(*DATA[i % 3]).result().clone() for i in range(9)]
-            job.sync()
-            return [*losses, *copies(model)]
-
-    assert all(map(torch.equal, run(submit=False), run(submit=True)))
+    assert all(map(torch.equal, moved((1,), look_up, 9, None), moved((1,), look_up, 9, endpoint)))
 
 
 class Two(Pointer):
