@@ -6,7 +6,9 @@ for and shown apart, as `start`. In the same process, the step runs once over fa
 `bare`), and is compiled by torch.compile with the backends "eager" and "aot_eager". Caches of fake results are cleared
 before each, so that none profits from another. gpumux's modules are compiled to bytecode before, as an installation
 has them. Loops over an LSTM cell show how the time grows with the number of operators. Last, the models of an array
-are captured without a daemon: one, and eight that differ in their seeds and learning rates (`array`).
+are captured without a daemon: one, and eight that differ in their seeds and learning rates (`array`). Submits and
+arrays are measured in several turns, each in new processes: times are medians over the turns, and ratios are those of
+each turn: the median, with the least and the largest.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import argparse
 import compileall
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,27 +184,41 @@ def bare(name: str) -> float:
 
 
 def compile_part(name: str, backend: str) -> dict[str, Any]:
-    """Processor time of the first run of the step's forward and backward under torch.compile, less a second run."""
+    """Processor time of the first run of the step's forward and backward under torch.compile, less a third run."""
     made = build(name)
     compiled = torch.compile(made.step, backend=backend)
     spent = []
-    for _ in range(2):
+    for _ in range(3):
         began = time.process_time()
         compiled(*made.batch)
         spent.append(time.process_time() - began)
-    return {f"compile_{backend}_s": spent[0] - spent[1]}
+    return {f"compile_{backend}_s": spent[0] - spent[2]}
 
 
-def measure(name: str, compiled: bool) -> dict[str, Any]:
-    parts = [["submit"], ["array"], *([["compile", "eager"], ["compile", "aot_eager"]] if compiled else [])]
-    found: dict[str, Any] = {}
-    for part in parts:
-        command = [sys.executable, "-m", "microbench.capture", "--part", *part, "--models", name]
-        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600)
-        if ended.returncode:
-            raise RuntimeError(f"part {' '.join(part)} of {name} ended with {ended.returncode}")
-        found |= json.loads(ended.stdout.splitlines()[-1])
+def measure(name: str, turns: int, compiled: bool) -> dict[str, Any]:
+    measured = [_part(name, "submit") | _part(name, "array") for _ in range(turns)]
+    found: dict[str, Any] = _medians(measured)
+    by_turn = [ratios(turn) for turn in measured]
+    found["ratios"] = {what: statistics.median(turn[what] for turn in by_turn) for what in by_turn[0]}
+    found["turns"] = {what: [turn[what] for turn in by_turn] for what in by_turn[0]}
+    for backend in ("eager", "aot_eager") if compiled else ():
+        found |= _part(name, "compile", backend)
     return found
+
+
+def _part(name: str, *part: str) -> Any:
+    command = [sys.executable, "-m", "microbench.capture", "--part", *part, "--models", name]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600)
+    if ended.returncode:
+        raise RuntimeError(f"part {' '.join(part)} of {name} ended with {ended.returncode}")
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def _medians(turns: Sequence[Any]) -> Any:
+    """The median of each number that all turns have, in the same nested dictionaries."""
+    if isinstance(turns[0], dict):
+        return {key: _medians([turn[key] for turn in turns]) for key in turns[0]}
+    return statistics.median(turns)
 
 
 def ratios(found: dict[str, Any]) -> dict[str, float]:
@@ -213,9 +230,15 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def spread(found: dict[str, Any], what: str) -> str:
+    turns = found["turns"][what]
+    return f"{found['ratios'][what]:.2f} ({min(turns):.2f} to {max(turns):.2f})"
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = common.parser(__doc__)
     arguments.add_argument("--models", nargs="+", default=MODELS, help=f"some of {', '.join(MODELS)}")
+    arguments.add_argument("--turns", type=int, default=3, help="measure submits and arrays so often (default: 3)")
     arguments.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     arguments.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     args = arguments.parse_args(argv)
@@ -231,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     print(common.describe(facts))
     models = {}
     for name in args.models:
-        models[name] = {**(found := measure(name, not args.no_compile)), "ratios": ratios(found)}
+        models[name] = measure(name, args.turns, not args.no_compile)
         print(f"{name}: {json.dumps(models[name])}", flush=True)
     marks = {
         "client over bare": CLIENT, "second over first": AGAIN, "daemon over bare": DAEMON,
@@ -239,19 +262,19 @@ def main(argv: list[str] | None = None) -> int:
     }  # fmt: skip
     targets = {
         f"{name}: {what}": {"value": round(value, 2), "target": marks[what], "met": value <= marks[what]}
-        for name, found in models.items()
-        for what, value in found["ratios"].items()
+        for name, model in models.items()
+        for what, value in model["ratios"].items()
     }
     rows = [
         [name, str(f["operators"]), *(f"{f[k][p]:.2f}" for k in ("first", "second") for p in ("client_s", "daemon_s")),
-         f"{f['daemon_start_s']:.2f}", f"{f['bare_s']:.2f}", *(f"{v:.2f}" for v in f["ratios"].values()),
+         f"{f['daemon_start_s']:.2f}", f"{f['bare_s']:.2f}", *(spread(f, what) for what in marks),
          *(f"{f[k]:.1f}" if k in f else "-" for k in ("compile_eager_s", "compile_aot_eager_s"))]
         for name, f in models.items()
     ]  # fmt: skip
     header = ["model", "operators", "client s", "daemon s", "again", "daemon", "start s", "bare s", *marks]
     header += ["eager s", "aot s"]
     print(common.table(header, rows))
-    common.report("capture", args.out, {"machine": facts, "models": models, "targets": targets})
+    common.report("capture", args.out, {"machine": facts, "turns": args.turns, "models": models, "targets": targets})
     return 0
 
 
