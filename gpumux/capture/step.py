@@ -14,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy
 import torch
 import torch.utils._pytree as pytree
 
-from gpumux.capture.batch.arrays import layable, tensor_over
 from gpumux.capture.batch.checks import BatchCheck
 from gpumux.capture.batch.containers import flatten, other_batch
-from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, refuse_gradient, refuse_old_gradient, refuse_shared
+from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, refuse_old_gradient, refuse_shared
+from gpumux.capture.batch.key import Numbers, batch_key
 from gpumux.capture.fetching import without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, changes_state, lower, place_of, replaces
 from gpumux.capture.microbatch.split import RankSplitter, first_part, split
@@ -31,7 +30,7 @@ from gpumux.capture.outside.tensors import COUNTER
 from gpumux.capture.side_effects import first_call_differs
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
-from gpumux.capture.state import NUMBERS, StateTable
+from gpumux.capture.state import StateTable
 from gpumux.capture.structure import State, Structure, moves_optimizer
 from gpumux.capture.symbols import ConstantScalars, HyperReader, Number, of_python
 from gpumux.capture.tracer import (
@@ -44,7 +43,7 @@ from gpumux.capture.tracer import (
     refuse_odd_tensors,
 )
 from gpumux.capture.values.comparison import (
-    asks_for_types,
+    asked_for_types,
     first_difference,
     numbers_of,
     same_but_for_the_optimizer,
@@ -65,72 +64,6 @@ from gpumux.capture.watch.reuse import (
     same_numbers,
 )
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
-
-# ---- batches
-
-Numbers = tuple[tuple[int, Any], ...]  # (position among the batch's leaves, number or text)
-
-_PLAIN = frozenset({torch.Tensor})
-_NUMBERS = NUMBERS | {str}
-_ARRAYS = frozenset({numpy.ndarray, numpy.memmap})
-
-
-def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor], Numbers]:
-    """(hashable description, tensors in order, (position, value) of the numbers and texts) of a batch. The description
-    has the types of numbers and texts alone. Raises CaptureError for a leaf that is neither a tensor nor a plain
-    constant."""
-    if not kwargs and _PLAIN.issuperset(map(type, args)):
-        key: list[Any] = []
-        for i, t in enumerate(args):
-            if not t.is_contiguous():
-                layable(t, i)
-            requires_grad = t.requires_grad
-            if requires_grad:
-                refuse_gradient(t, i)
-            key.append((t.dtype, t.shape, t.stride(), requires_grad))
-        return (*key, *_repeated(args)), list(args), ()
-    leaves, spec = flatten((args, kwargs), hiding=True)
-    tensors: list[torch.Tensor] = []
-    arrays: dict[int, torch.Tensor] = {}
-    parts: list[Any] = [str(spec)]
-    numbers: list[tuple[int, Any]] = []
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(layable(leaf, len(tensors)))
-            t = tensors[-1]
-            if t.requires_grad:
-                refuse_gradient(t, len(tensors) - 1)
-            parts.append((t.dtype, t.shape, t.stride(), t.requires_grad))
-        elif type(leaf) in _NUMBERS:
-            parts.append(type(leaf))
-            numbers.append((i, leaf))
-        elif type(leaf) in _ARRAYS:
-            t = arrays.get(id(leaf))
-            if t is None:
-                t = arrays[id(leaf)] = layable(tensor_over(leaf), len(tensors))
-            tensors.append(t)
-            parts.append(("array", t.dtype, t.shape, t.stride()))
-        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
-            parts.append((type(leaf), repr(leaf)))
-        else:
-            kind = f"numpy.{type(leaf).__name__}" if isinstance(leaf, numpy.generic) else type(leaf).__name__
-            raise CaptureError(
-                f"the batch holds a {kind}",
-                "pass tensors, arrays, Python's own numbers (int(n), float(x)), strings and containers of them",
-            )
-    return (*parts, *_repeated(tensors)), tensors, tuple(numbers)
-
-
-def _repeated(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Which tensors of a batch are the same object, because Python tells them apart by `is`, as multi-head attention
-    does with query and key. Empty if all are different."""
-    if len(set(map(id, tensors))) == len(tensors):
-        return ()
-    first: dict[int, int] = {}
-    return (tuple([first.setdefault(id(t), i) for i, t in enumerate(tensors)]),)
-
-
-# ---- Programs, cases and their choice
 
 log = logging.getLogger("gpumux.client")
 T = TypeVar("T")
@@ -774,30 +707,41 @@ class StepFunction:
                     self._tracer.tidy()
 
     def _trace_case(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace:
-        """The trace, with numbers in buffers as symbols. If the step can't run with them, or does something else with
-        plain numbers, it is traced with plain ones from now on."""
+        """The trace, with numbers in buffers and optimizers as symbols. If the step can't run with one kind of them, or
+        does something else with plain numbers, it is traced with plain ones of that kind from now on."""
         tracer, refused = self._tracer, None
-        if self._table.counters and not tracer.plain:
+        if not tracer.plain:
             try:
                 found = self._trace_numbers(case, args, kwargs, state, may_change)
-                if not asks_for_types(found):
-                    return found
-                tracer.plain = COUNTER
-                plain = self._trace_once(case, args, kwargs, state, expected=found.moved, places=found.places)
-                if same_for_these_numbers(found, plain):
-                    tracer.plain = ""
+                differ = self._plain_differ(case, args, kwargs, state, found)
+                if not differ:
                     return found
             except CaptureError as error:
-                refused = error
+                if not self._table.counters:
+                    raise
+                refused, differ = error, (COUNTER,)
             tracer.tidy()
-            tracer.plain = COUNTER
+            tracer.plain = differ
         try:
             return self._trace_numbers(case, args, kwargs, state, may_change)
         except CaptureError:
             if refused is None:
                 raise
-        tracer.plain = ""
+        tracer.plain = ()
         raise refused
+
+    def _plain_differ(self, case: Case, args: Any, kwargs: Any, state: State, found: RawTrace) -> tuple[str, ...]:
+        """The kinds of numbers whose types the user's code asks for, and with which as plain ones the step differs."""
+        differ = []
+        for kind in asked_for_types(found, bool(self._table.counters)):
+            self._tracer.plain = (kind,)
+            try:
+                plain = self._trace_once(case, args, kwargs, state, expected=found.moved, places=found.places)
+            finally:
+                self._tracer.plain = ()
+            if not same_for_these_numbers(found, plain):
+                differ.append(kind)
+        return tuple(differ)
 
     def _trace_numbers(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace:
         found = self._trace_lifted(case, args, kwargs, state, may_change) if case.sources else None

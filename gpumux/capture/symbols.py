@@ -109,9 +109,9 @@ class ScalarGuard:
 
 class Scope:
     """All expressions and guards of one trace. Python gets plain numbers, on which the trace depends, in place of
-    symbols for the variables whose names begin with `plain`."""
+    symbols for the variables whose names begin with one of `plain`."""
 
-    def __init__(self, locate: Callable[[], str], plain: str = "") -> None:
+    def __init__(self, locate: Callable[[], str], plain: tuple[str, ...] = ()) -> None:
         self._plain = plain
         self._made: dict[tuple[Any, ...], Expr] = {}
         self._locate = locate
@@ -449,6 +449,9 @@ def of_python(value: Any) -> Any:
 
 def _is_host_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
+
+
+OF_OPTIMIZERS = ("o", "s")  # begin the names of hyperparameters and of numbers in the optimizers' state
 
 
 def hyper_name(i: int, j: int, key: str, k: int | None) -> str:

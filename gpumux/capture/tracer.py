@@ -445,7 +445,7 @@ class Tracer:
         self._allowed = allowed
         self._device = device
         self._restorers: list[tuple[Callable[[], None], Callable[[], None]]] = []  # as of SideEffects.restorers
-        self.plain = ""  # as of Scope
+        self.plain: tuple[str, ...] = ()  # as of Scope
         self.warned = False  # of objects of the batch that a step changes
         self._caches = Caches()
         self._unknown: torch.Tensor | None = None  # of another trace, which the newest trace met

@@ -367,3 +367,55 @@ def test_so_are_hyperparameters_and_step_counts(endpoint: str) -> None:
             return [job.step(X).result().clone() for _ in range(4)]
 
     assert all(map(torch.equal, run(None), run(endpoint)))
+
+
+class ByTypes(torch.optim.Optimizer):
+    """Asks for the very type of a hyperparameter, or of its step count."""
+
+    def __init__(self, params: Any, lr: float, asks: str) -> None:
+        super().__init__(params, {"lr": lr, "asks": asks})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            rate = group["lr"]
+            if group["asks"] == "rate" and type(rate) is not float:
+                rate = 3 * rate
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                whole = group["asks"] != "count" or type(state["step"]) is int
+                p -= p.grad * (rate / state["step"] if whole else rate)
+
+
+@pytest.mark.parametrize(("asks", "count"), [("nothing", 2), ("rate", 4), ("count", 6)])
+def test_types_of_an_optimizers_numbers(asks: str, count: int, endpoint: str) -> None:
+    """What the code asks for holds. Only numbers of the kind that it asks have a Program for each value."""
+
+    def run(submitted: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(6, 2)
+        optimizer = ByTypes(model.parameters(), 0.1, asks)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        def train(step: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
+            losses = []
+            for i in range(6):
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + i // 2)
+                losses.append(step(X).clone())
+            return losses
+
+        if not submitted:
+            return train(step)
+        with client.submit(step, example=(X,), model=model, optimizer=optimizer, endpoint=endpoint) as job:
+            losses = train(job.step)
+            assert len(job._remote.programs) == count
+            return losses
+
+    assert all(map(torch.equal, run(submitted=False), run(submitted=True)))

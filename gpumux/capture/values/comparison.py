@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from gpumux.capture.outside.tensors import COUNTER
 from gpumux.capture.recorder import RawOp, RawStorage, TraceRecord
 from gpumux.capture.source import is_user_code
 from gpumux.capture.state import StateTable
 from gpumux.capture.structure import frozen_leaves, map_frozen
-from gpumux.capture.symbols import Evaluator, Expr, Number
+from gpumux.capture.symbols import OF_OPTIMIZERS, Evaluator, Expr, Number
 from gpumux.capture.tracer import DeviceExit, HostExit, HostResult, RawTrace, TensorResult
 from gpumux.program.ir import Arg, ScalarRef, TensorRef, View
 
@@ -118,9 +119,14 @@ def same_for_these_numbers(symbolic: RawTrace, plain: RawTrace) -> bool:
     return same
 
 
-def asks_for_types(trace: RawTrace) -> bool:
-    """Whether code of the user's may ask `type(n) is int`, which holds for no symbol."""
-    return any("type" in code.co_names and is_user_code(code) for code, _ in trace.executed.values())
+def asked_for_types(trace: RawTrace, counters: bool) -> list[str]:
+    """What begins the names of the numbers that code of the user's may ask for their type, as `type(n) is int`, which
+    holds for no symbol. `counters`: whether there are numbers in buffers. An optimizer's numbers are only in reach of
+    code that names its groups."""
+    names = {name for code, _ in trace.executed.values() if is_user_code(code) for name in code.co_names}
+    if "type" not in names:
+        return []
+    return [*([COUNTER] if counters else []), *(OF_OPTIMIZERS if "param_groups" in names else [])]
 
 
 def _described(raw: RawTrace) -> Any:
