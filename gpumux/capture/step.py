@@ -710,37 +710,38 @@ class StepFunction:
         """The trace, with numbers in buffers and optimizers as symbols. If the step can't run with one kind of them, or
         does something else with plain numbers, it is traced with plain ones of that kind from now on."""
         tracer, refused = self._tracer, None
-        if not tracer.plain:
-            try:
-                found = self._trace_numbers(case, args, kwargs, state, may_change)
-                differ = self._plain_differ(case, args, kwargs, state, found)
-                if not differ:
-                    return found
-            except CaptureError as error:
-                if not self._table.counters:
-                    raise
-                refused, differ = error, (COUNTER,)
-            tracer.tidy()
-            tracer.plain = differ
+        before = tracer.plain
+        try:
+            found = self._trace_numbers(case, args, kwargs, state, may_change)
+            differ = self._plain_differ(case, args, kwargs, state, found)
+            if not differ:
+                return found
+        except CaptureError as error:
+            if not self._table.counters or COUNTER in before:
+                raise
+            refused, differ = error, (COUNTER,)
+        tracer.tidy()
+        tracer.plain = (*before, *differ)
         try:
             return self._trace_numbers(case, args, kwargs, state, may_change)
         except CaptureError:
             if refused is None:
                 raise
-        tracer.plain = ()
+        tracer.plain = before
         raise refused
 
     def _plain_differ(self, case: Case, args: Any, kwargs: Any, state: State, found: RawTrace) -> tuple[str, ...]:
         """The kinds of numbers whose types the user's code asks for, and with which as plain ones the step differs."""
-        differ = []
+        before, differ = self._tracer.plain, []
         for kind in asked_for_types(found, bool(self._table.counters)):
-            self._tracer.plain = (kind,)
-            try:
-                plain = self._trace_once(case, args, kwargs, state, expected=found.moved, places=found.places)
-            finally:
-                self._tracer.plain = ()
-            if not same_for_these_numbers(found, plain):
-                differ.append(kind)
+            if kind not in before:
+                self._tracer.plain = (*before, kind)
+                try:
+                    plain = self._trace_once(case, args, kwargs, state, expected=found.moved, places=found.places)
+                finally:
+                    self._tracer.plain = before
+                if not same_for_these_numbers(found, plain):
+                    differ.append(kind)
         return tuple(differ)
 
     def _trace_numbers(self, case: Case, args: Any, kwargs: Any, state: State, may_change: bool) -> RawTrace:

@@ -822,8 +822,9 @@ class Tracer:
             }
             changed = [
                 (i, j, key, k, new)
-                for i, j, key, k, old, _ in groups
-                if not isinstance(value := self._in_group(i, j, key, k), torch.Tensor)
+                for i, j, key, k, old, put in groups
+                if (value := self._in_group(i, j, key, k)) is not put
+                and not isinstance(value, torch.Tensor)
                 and (new := rec.scope.lift(value)) is not old
             ]
         return RawTrace(

@@ -390,7 +390,7 @@ class ByTypes(torch.optim.Optimizer):
 
 @pytest.mark.parametrize(("asks", "count"), [("nothing", 2), ("rate", 4), ("count", 6)])
 def test_types_of_an_optimizers_numbers(asks: str, count: int, endpoint: str) -> None:
-    """What the code asks for holds. Only numbers of the kind that it asks have a Program for each value."""
+    """What the code asks for holds. Only numbers of the kind that it asks have a capture for each value."""
 
     def run(submitted: bool) -> list[torch.Tensor]:
         torch.manual_seed(1)
@@ -415,7 +415,8 @@ def test_types_of_an_optimizers_numbers(asks: str, count: int, endpoint: str) ->
             return train(step)
         with client.submit(step, example=(X,), model=model, optimizer=optimizer, endpoint=endpoint) as job:
             losses = train(job.step)
-            assert len(job._remote.programs) == count
+            captures = [phase for function, _, _ in job._functions for case in function._cases for phase in case.phases]
+            assert len(captures) == count
             return losses
 
     assert all(map(torch.equal, run(submitted=False), run(submitted=True)))

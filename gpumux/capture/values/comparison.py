@@ -121,12 +121,12 @@ def same_for_these_numbers(symbolic: RawTrace, plain: RawTrace) -> bool:
 
 def asked_for_types(trace: RawTrace, counters: bool) -> list[str]:
     """What begins the names of the numbers that code of the user's may ask for their type, as `type(n) is int`, which
-    holds for no symbol. `counters`: whether there are numbers in buffers. An optimizer's numbers are only in reach of
-    code that names its groups."""
-    names = {name for code, _ in trace.executed.values() if is_user_code(code) for name in code.co_names}
-    if "type" not in names:
-        return []
-    return [*([COUNTER] if counters else []), *(OF_OPTIMIZERS if "param_groups" in names else [])]
+    holds for no symbol. `counters`: whether there are numbers in buffers. For numbers of optimizers, code that names
+    their groups must lie in the same file as code that names `type`: most models' code names that."""
+    codes = [code for code, _ in trace.executed.values() if is_user_code(code)]
+    asking = {code.co_filename for code in codes if "type" in code.co_names}
+    groups = any("param_groups" in code.co_names and code.co_filename in asking for code in codes)
+    return [*([COUNTER] if asking and counters else []), *(OF_OPTIMIZERS if groups else [])]
 
 
 def _described(raw: RawTrace) -> Any:
