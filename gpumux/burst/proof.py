@@ -12,7 +12,7 @@ gradients of which each rank has a share.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite, prod
@@ -103,10 +103,7 @@ def prove_ranks(run: Lockstep, load: Load, proven: Proven) -> None:
         for numbers in Numbers:
             try:
                 with torch.no_grad():
-                    one = _Run(run, wide, partial(load, numbers=numbers))
-                    if layers in proven.layers:
-                        one.begin_at_the_tail()
-                    one.run()
+                    _Run(run, wide, partial(load, numbers=numbers)).run(tail_only=layers in proven.layers)
             except Inconclusive as error:
                 reason = reason or str(error)
             else:
@@ -166,20 +163,10 @@ class _Run:
         self._relative, self._absolute = _BOUNDS[wide]
         self._largest = 0.0  # of all gradients and other sums, in the end also of all that outlives the step
         self._whole = Machine(self._record, wide)
-        load(self._whole)
-        self._ranks: list[Machine] = []
-        self._follows: list[set[int]] = []  # by rank: storages whose values are known to be the whole step's
-        for rank in range(len(self._traces.ops)):
-            machine, follows = Machine(self._record, wide), set()
-            for index, storage in enumerate(self._record.storages):
-                homes = self._traces.homes.get(storage.key) if storage.kind == "state" else None
-                if storage.kind in ("state", "input") and (homes is None or rank in homes):
-                    machine.take(self._whole, index)
-                    follows.add(index)
-                elif storage.kind == "const":
-                    follows.add(index)
-            self._ranks.append(machine)
-            self._follows.append(follows)
+        self._fill = load
+        self._ranks = [Machine(self._record, wide) for _ in self._traces.ops]
+        # By rank: storages whose values are known to be the whole step's.
+        self._follows = [{*self._given_to(rank), *self._of_kind("const")} for rank in range(len(self._ranks))]
         kept = set(run.kept) | {self._record.views[v].storage for v in run.results}
         kept |= {self._record.views[v].storage for result in self._traces.results for v in result.views}
         whole = [(pair.full, j) for j, pair in enumerate(run.pairs)]
@@ -187,34 +174,70 @@ class _Run:
         self._dead = [_last_uses(each, self._record, kept) for each in (whole, *ranks)]
         self._next = [0] * len(ranks)
         self._first = 0  # of the operators of the whole step that are run
+        self._not_run = frozenset[int]()  # storages that operators write which are not run
         self._drawn = torch.Generator().manual_seed(2)
 
-    def run(self) -> None:
-        for j, pair in list(enumerate(self._run.pairs))[self._first :]:
+    def _of_kind(self, *kinds: str) -> list[int]:
+        return [index for index, storage in enumerate(self._record.storages) if storage.kind in kinds]
+
+    def _given_to(self, rank: int) -> list[int]:
+        """The storages of state and batch that a rank has."""
+        everyone = range(len(self._ranks))
+        found = ((index, self._record.storages[index]) for index in self._of_kind("state", "input"))
+        return [i for i, one in found if one.kind == "input" or rank in self._traces.homes.get(one.key, everyone)]
+
+    def _load(self) -> None:
+        self._fill(self._whole)
+        for rank, machine in enumerate(self._ranks):
+            for index in self._given_to(rank):
+                machine.take(self._whole, index)
+
+    def run(self, tail_only: bool) -> None:
+        """`tail_only`: the layers are proven, and are run only if the tail needs what can't be made up."""
+        begin, needed = self._run.tail.begin, self._begin_at_the_tail() if tail_only else None
+        if needed is None:
+            self._load()
+            self._run_pairs(0, begin)
+        following = follow_to_the_end(self._run, self._next, self._follows)
+        if following is None:
+            if needed is not None:
+                self._load()
+                self._make_up(needed)
+            self._run_pairs(begin, len(self._run.pairs))
+            self._all_ranks(len(self._run.pairs), None)
+        else:
+            if needed is not None:
+                if not following.summed <= needed:
+                    self._load()
+                self._make_up(needed & following.summed)
+            for members, where in following.sums:
+                self._collective(members, where)
+            self._follows, self._not_run = following.follows, following.written
+        self._finish()
+
+    def _run_pairs(self, begin: int, end: int) -> None:
+        for j, pair in enumerate(self._run.pairs[begin:end], begin):
             self._all_ranks(j, pair.full)
             self._run_whole(j, pair.full)
             self._all_ranks(j, None)
             for written in self._run.written.get(j, ()):
                 self._compare_part(pair, written)
             self._forget(j)
-        self._all_ranks(len(self._run.pairs), None)
-        self._finish()
 
     # ---- an optimizer by itself --------------------------------------------------------------------------
 
-    def begin_at_the_tail(self) -> None:
-        """Run the tail only, on made-up values in the place of what the layers would leave. Everything is run if the
-        tail needs other values than that."""
+    def _begin_at_the_tail(self) -> set[int] | None:
+        """Run the tail only. Returns the temporaries that it reads, to be made up in the place of what the layers would
+        leave. None if others than gradients and losses are among them: everything is run then."""
         tail = self._run.tail
         done = [sum(j < tail.begin for j in at) for at in self._run.at]
         by_ranks = [self._given(ops[count:]) for ops, count in zip(self._traces.ops, done, strict=True)]
         needed = self._given([pair.full for pair in self._run.pairs[tail.begin :]]).union(*by_ranks)
         known = {s for s in (*tail.shares, *tail.home) if self._record.storages[s].dtype.startswith("float")}
         if not needed <= known:
-            return
-        for index in sorted(needed):
-            self._make_up(index)
+            return None
         self._first, self._next = tail.begin, done
+        return needed
 
     def _given(self, ops: Sequence[RawOp]) -> set[int]:
         """The temporaries that these operators read and do not make."""
@@ -227,23 +250,24 @@ class _Run:
             made |= op.writes
         return found
 
-    def _make_up(self, index: int) -> None:
+    def _make_up(self, storages: Collection[int]) -> None:
         """A value for the whole step, and for ranks shares of it, or the value itself."""
-        storage = self._record.storages[index]
-        count = storage.nbytes // ITEM_BYTES[storage.dtype]
-        ranks, factor = self._run.tail.shares.get(index, ((), 1.0))
-        self._whole.hold(index, torch.randn(count, generator=self._drawn))
-        if len(ranks) < 2:
-            for rank in ranks or self._run.tail.home[index]:
-                self._follow(rank, index)
-            return
-        whole = self._whole.flat(index)
-        left = whole / factor
-        for rank in ranks[1:]:
-            share = torch.randn(count, generator=self._drawn).to(whole.dtype)
-            self._ranks[rank].hold(index, share)
-            left -= share
-        self._ranks[ranks[0]].hold(index, left)
+        for index in sorted(storages):
+            storage = self._record.storages[index]
+            count = storage.nbytes // ITEM_BYTES[storage.dtype]
+            ranks, factor = self._run.tail.shares.get(index, ((), 1.0))
+            self._whole.hold(index, torch.randn(count, generator=self._drawn))
+            if len(ranks) < 2:
+                for rank in ranks or self._run.tail.home[index]:
+                    self._follow(rank, index)
+                continue
+            whole = self._whole.flat(index)
+            left = whole / factor
+            for rank in ranks[1:]:
+                share = torch.randn(count, generator=self._drawn).to(whole.dtype)
+                self._ranks[rank].hold(index, share)
+                left -= share
+            self._ranks[ranks[0]].hold(index, left)
 
     # ---- ranks beside the whole step ---------------------------------------------------------------------
     #
@@ -342,7 +366,7 @@ class _Run:
                 storage = self._record.views[view].storage
                 self._part_from(rank, storage)
                 self._receive(self._ranks[rank], view, value)
-                if given == view and self._covers(view) and storage in self._follows[source]:
+                if given == view and covers(self._record, view) and storage in self._follows[source]:
                     self._follow(rank, storage)
         if any(mail.values()):
             raise _apart(where, "a rank sends what no other awaits")
@@ -360,14 +384,8 @@ class _Run:
             if storage not in self._whole:  # statistics of a batch norm, which the whole step has no tensor for
                 continue
             self._compare_sum(view, value, where, rank)
-            if self._covers(view):
+            if covers(self._record, view):
                 self._follow(rank, storage)
-
-    def _covers(self, view: int) -> bool:
-        """Whether a dense view is all of its storage."""
-        v = self._record.views[view]
-        nbytes = prod(v.size) * ITEM_BYTES[v.dtype]
-        return nbytes == extent(v) == self._record.storages[v.storage].nbytes
 
     def _receive(self, machine: Machine, view: int, value: torch.Tensor) -> None:
         v = self._record.views[view]
@@ -396,7 +414,7 @@ class _Run:
         ratio = 1.0 if written.match.ratio is None else written.match.ratio
         if not self._alike(whole, part if ratio == 1.0 else part * ratio, 0.0):
             raise _differs(f"{pair.name} at {pair.full.where}", written.rank)
-        if written.mine == written.view and self._covers(written.view):
+        if written.mine == written.view and covers(self._record, written.view):
             self._follow(written.rank, view.storage)
 
     def _compare_sum(self, view: int, total: torch.Tensor, where: str, rank: int) -> None:
@@ -410,7 +428,7 @@ class _Run:
             raise _differs(f"{where}{of}", rank)
 
     def _finish(self) -> None:
-        values = [self._whole.flat(storage) for storage in self._run.kept if storage in self._whole]
+        values = [self._whole.flat(each) for each in self._run.kept - self._not_run if each in self._whole]
         largest = [largest_of(each) for each in values if each.is_floating_point()]
         self._largest = max(self._largest, *largest, 0.0)
         for rank, held in enumerate(self._traces.held):
@@ -422,12 +440,13 @@ class _Run:
                 if not self._alike(whole, mine, self._largest):
                     raise _differs(self._last_writer(storage), rank)
         for view, result in zip(self._run.results, self._traces.results, strict=True):
-            if self._record.views[view].storage not in self._whole and self._first:
+            storage = self._record.views[view].storage
+            if storage in self._not_run or (storage not in self._whole and self._first):
                 continue
             parts = [self._ranks[rank].tensor(v) for rank, v in zip(result.ranks, result.views, strict=True)]
             given = parts[0] if result.dim is None else torch.cat(parts, result.dim)
             if not self._alike(self._whole.tensor(view), given, self._largest):
-                raise _differs(f"{self._last_writer(self._record.views[view].storage)}, which the step returns", None)
+                raise _differs(f"{self._last_writer(storage)}, which the step returns", None)
 
     def _last_writer(self, storage: int) -> str:
         pair = next((pair for pair in reversed(self._run.pairs) if storage in pair.full.writes), None)
@@ -446,6 +465,98 @@ class _Run:
             whole, given = whole[finite], given[finite]
             size = largest_of(whole)
         return largest_difference(whole, given) <= self._relative * size + self._absolute * largest
+
+
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """What the ranks do in a tail in which each runs the whole step's operators on the whole step's values, and sums
+    before them, `sums`: (the ranks' collectives, the line). `summed`: the storages in them. `written`: what those
+    operators write. `follows`: by rank, the storages that have the whole step's values in the end."""
+
+    sums: Sequence[tuple[Mapping[int, RawCollective], str]]
+    summed: frozenset[int]
+    written: frozenset[int]
+    follows: list[set[int]]
+
+
+def follow_to_the_end(run: Lockstep, begun: Sequence[int], known: Sequence[set[int]]) -> _Following | None:
+    """Whether the rest of the step is such a tail, which then needs to be run on no numbers but for the sums: an
+    optimizer over the gradients' sums is, where each rank has all of a parameter or nothing. `begun`: by rank, its
+    first operator of the tail. `known`: by rank, the storages that have the whole step's values there. None if it is
+    another."""
+    traces, views = run.traces, run.traces.record.views
+    at, follows = list(begun), [set(each) for each in known]
+    sums: list[tuple[Mapping[int, RawCollective], str]] = []
+    summed, written = set[int](), set[int]()
+    made = frozenset[int]().union(*(pair.full.writes for pair in run.pairs[: run.tail.begin]))
+    made |= frozenset(i for i, storage in enumerate(traces.record.storages) if storage.kind != "temp")
+
+    def is_next(rank: int, op: RawOp) -> bool:
+        ops = traces.ops[rank]
+        return at[rank] < len(ops) and ops[at[rank]] is op and op.random is None and op.reads <= follows[rank]
+
+    def add_up(j: int, whole: RawOp | None) -> bool:
+        """Take the ranks' sums for operator `j`. False if a rank does anything else."""
+        while True:
+            waiting: dict[int, tuple[RawCollective, str]] = {}
+            for rank, ops in enumerate(traces.ops):
+                if at[rank] < len(ops) and run.at[rank][at[rank]] == j and not (whole and is_next(rank, whole)):
+                    op = ops[at[rank]]
+                    if op.collective is None or op.collective.kind != "all_reduce":
+                        return False
+                    waiting[rank] = op.collective, op.where
+            if not waiting:
+                return True
+            sequence = min(one.sequence for one, _ in waiting.values())
+            members = {rank: one for rank, (one, _) in waiting.items() if one.sequence == sequence}
+            if any(tuple(sorted(members)) != one.members for one in members.values()):
+                return False
+            for rank, one in members.items():
+                storages = {views[view].storage for view in one.views}
+                if (
+                    storages & written
+                    or not storages <= made
+                    or not all(covers(traces.record, view) for view in one.views)
+                ):
+                    return False
+                summed.update(storages)
+                follows[rank] |= storages
+                at[rank] += 1
+            sums.append((members, waiting[next(iter(members))][1]))
+
+    for j, pair in enumerate(run.pairs[run.tail.begin :], run.tail.begin):
+        op = pair.full
+        if j in run.written or not add_up(j, op):
+            return None
+        following = {rank for rank in range(len(at)) if is_next(rank, op)}
+        if any(op.writes & each for rank, each in enumerate(follows) if rank not in following):
+            return None
+        written |= op.writes
+        for rank in following:
+            at[rank] += 1
+            follows[rank] |= op.writes
+        if not add_up(j, None):
+            return None
+    if not add_up(len(run.pairs), None) or any(i < len(ops) for i, ops in zip(at, traces.ops, strict=True)):
+        return None
+    for rank, held in enumerate(traces.held):
+        own = {s for b, s in traces.record.state_storage.items() if rank in traces.homes.get(b, ())}
+        if (((held & run.kept) | own) - follows[rank]) & written:
+            return None
+    for view, result in zip(run.results, traces.results, strict=True):
+        mine = {views[v].storage for v in result.views}
+        given = {views[view].storage} | mine
+        alike = result.dim is None and all(views[v] == views[view] for v in result.views)
+        if given & written and not (alike and all(mine <= follows[rank] for rank in result.ranks)):
+            return None
+    return _Following(sums, frozenset(summed), frozenset(written), follows)
+
+
+def covers(record: TraceRecord, view: int) -> bool:
+    """Whether a dense view is all of its storage."""
+    v = record.views[view]
+    nbytes = prod(v.size) * ITEM_BYTES[v.dtype]
+    return nbytes == extent(v) == record.storages[v.storage].nbytes
 
 
 def _last_uses(ops: Sequence[tuple[RawOp, int]], record: TraceRecord, kept: set[int]) -> dict[int, list[int]]:

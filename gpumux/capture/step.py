@@ -837,9 +837,13 @@ class StepFunction:
                 f"begin the step with x = x.clone(), or submit it {self._whole}",
             )
         tensors = batch_key(args, kwargs)[1]
-        if self._over is not None:
-            return replace(first, ranks=self._over.split(first, parts, tensors, self._table))
-        return split(first, parts[self.microbatches], tensors, self.microbatches, self._table)
+        self._tracer.splits = True
+        try:
+            if self._over is not None:
+                return replace(first, ranks=self._over.split(first, parts, tensors, self._table))
+            return split(first, parts[self.microbatches], tensors, self.microbatches, self._table)
+        finally:
+            self._tracer.splits = False
 
     def _extend(self, fingerprint: Fingerprint, executed: Executed) -> bool:
         """`fingerprint.extend`. The trace may have changed what was not watched, which nothing has put back: the next

@@ -446,6 +446,7 @@ class Tracer:
         self._device = device
         self._restorers: list[tuple[Callable[[], None], Callable[[], None]]] = []  # as of SideEffects.restorers
         self.plain: tuple[str, ...] = ()  # as of Scope
+        self.splits = False  # whether the step is being split into parts of the batch, and the split proven
         self.warned = False  # of objects of the batch that a step changes
         self._caches = Caches()
         self._unknown: torch.Tensor | None = None  # of another trace, which the newest trace met
@@ -453,9 +454,12 @@ class Tracer:
         self._keys: list[list[frozenset[Any]]] = []  # of the optimizers' groups, during a trace
 
     @property
-    def operators(self) -> int:
-        """The number of operators in the present trace, or the last one."""
-        return len(self._record.ops)
+    def doing(self) -> str:
+        """What it is at, for a line of progress."""
+        done = len(self._record.ops)
+        if self.splits:
+            return f"proving in float64 that parts of the batch make up the whole step, {done} operators"
+        return f"tracing the step, {done} operators so far"
 
     def allows(self, raw: RawTrace) -> bool:
         """Whether all operators of a trace of another job may be used in this one."""

@@ -310,7 +310,7 @@ class Job(Generic[Batch]):
         return function
 
     def _show_tracing(self) -> None:
-        self._progress.stage(lambda: f"tracing the step, {self._tracer.operators} operators so far")
+        self._progress.stage(lambda: self._tracer.doing)
 
     def _warm(self, entry: _Function, phases: int) -> list[Choice]:
         """Capture a function from the state in which the job will first call it, through the phases of its optimizer.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from gpumux.burst.placement import RankPlacement
 from gpumux.burst.proof import Lockstep
 from gpumux.capture.recorder import RawCollective, RawOp
-from gpumux.program.ir import Collective, Program, View
+from gpumux.program.ir import Collective, Program, ScalarRef, View
 
 # A small VGG's layers, so that samples are moved both ways, scaled, and gradients summed over four ranks and two.
 PLACEMENT = RankPlacement(4, {"0": (0, 1, 2, 3), "3": (0, 1), "7": (2,), "10": (1, 3)})
@@ -121,6 +121,32 @@ def send_other_samples(run: Lockstep) -> None:
                 return
     raise AssertionError("every value is sent whole")
 
+
+def drop_an_update_on_one_rank(run: Lockstep) -> None:
+    _edit(run, 1, _places(run, 1, lambda op: op.by_optimizer)[-1])
+
+
+def update_with_another_number_on_one_rank(run: Lockstep) -> None:
+    for at in _places(run, 1, lambda op: op.by_optimizer):
+        op = run.traces.ops[1][at]
+        numbers = [(name, 0.123) for name, value in op.kwargs if isinstance(value, (float, ScalarRef))]
+        if numbers:
+            return _edit(run, 1, at, replace(op, kwargs=(*dict(dict(op.kwargs) | dict(numbers)).items(),)))
+    raise AssertionError("the optimizer's operators have no numbers")
+
+
+def sum_after_the_update(run: Lockstep) -> None:
+    """On all ranks."""
+    for rank, ops in enumerate(run.traces.ops):
+        update = _places(run, rank, lambda op: op.by_optimizer)[-1]
+        sums = [at for at in _places(run, rank, _is("all_reduce")) if at < update]
+        moved = [ops[at] for at in sums]
+        _edit(run, rank, update, ops[update], *moved)
+        for at in reversed(sums):
+            _edit(run, rank, at)
+
+
+OF_OPTIMIZERS = (drop_an_update_on_one_rank, update_with_another_number_on_one_rank, sum_after_the_update)
 
 OF_OPERATORS = (
     drop_a_rescale, miscount_samples, misscale_a_sum, drop_a_sum_on_one_rank, drop_a_sum,

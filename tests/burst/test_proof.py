@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from gpumux.burst import proof as proof_of_ranks
 from gpumux.burst import split
 from gpumux.burst.placement import RankPlacement, data_parallel
 from gpumux.burst.programs import check_together
@@ -19,7 +20,14 @@ from gpumux.capture.values.machine import Machine
 from gpumux.errors import NotSplittable, ProgramError
 from gpumux.program.validate import validate
 from tests.burst.emulate import Change
-from tests.burst.mutations import OF_OPERATORS, OF_PROGRAMS, PLACEMENT, drop_a_rescale, swap_sums_on_one_rank
+from tests.burst.mutations import (
+    OF_OPERATORS,
+    OF_OPTIMIZERS,
+    OF_PROGRAMS,
+    PLACEMENT,
+    drop_a_rescale,
+    swap_sums_on_one_rank,
+)
 from tests.burst.subjects import SUBJECTS, Built, Subject, compare
 
 VGG = SUBJECTS["vgg"]
@@ -58,6 +66,15 @@ def test_a_mistake_in_a_ranks_operators_is_found_at_capture(
     # where it begins is an operator with the user's line, or the sum over ranks
     assert re.search(r"subjects\.py:\d+|the sum over ranks", str(error)), error
     assert error.remedy
+
+
+@pytest.mark.parametrize("proof", [1, 2], ids=["in the first step", "in later ones"])
+@pytest.mark.parametrize("change", OF_OPTIMIZERS)
+def test_a_mistake_in_a_ranks_optimizer_is_found_at_capture(
+    change: Callable[[Lockstep], None], proof: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer that runs as the whole step's does is run on no numbers."""
+    assert refusal(VGG, data_parallel(2), change, monkeypatch, proof).remedy
 
 
 def equal_layers() -> nn.Module:
@@ -158,3 +175,29 @@ def test_the_largest_magnitude_is_that_of_any_element_and_of_what_is_not_finite(
     assert largest_of(values.masked_fill(values == 3, -float("inf"))) == float("inf")
     for size in (1, 2, 9, 1000):
         assert isnan(largest_of(torch.zeros(size, dtype=dtype).index_fill_(0, torch.tensor(size // 2), float("nan"))))
+
+
+@pytest.mark.parametrize("name", ["vgg", "transformer"])
+def test_an_optimizer_over_sums_is_run_on_no_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank runs the whole step's operators on the whole step's values, which are compared when they are summed."""
+    summed, updates = 0, 0
+    run, compare_sum = Machine.run, proof_of_ranks._Run._compare_sum
+
+    def counted(self: Machine, op: RawOp) -> None:
+        nonlocal updates
+        updates += op.by_optimizer
+        run(self, op)
+
+    def compared(self: proof_of_ranks._Run, *args: Any) -> None:
+        nonlocal summed
+        summed += 1
+        compare_sum(self, *args)
+
+    monkeypatch.setattr(Machine, "run", counted)
+    monkeypatch.setattr(proof_of_ranks._Run, "_compare_sum", compared)
+    difference, gang = compare(SUBJECTS[name], data_parallel(2), 3)
+    assert len(gang.checked) == 2  # phases
+    parameters = len(list(SUBJECTS[name].make().parameters()))
+    assert summed >= 2 * 2 * parameters  # by phase and rank
+    assert updates == 0
+    assert difference.largest < 1e-12

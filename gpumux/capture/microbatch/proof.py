@@ -749,7 +749,7 @@ class _Run:
         whole, parts = self._values(a, b)
         match: Match | None = None
         if kind is ValueKind.SHARE:
-            match = total(whole, parts, self.tolerance, 0.0)
+            match = self._total_of_some(whole, parts) or total(whole, parts, self.tolerance, 0.0)
             match = _agreed(match, tried[a]) if match is not None and a in tried else match
             if match is None and (a in tried or whole.dtype == torch.bool):
                 raise self._is_no_sum(pair)
@@ -774,6 +774,13 @@ class _Run:
         for piece, part in zip(parts, side_by_side(drawn, dim, inner, len(parts)), strict=True):
             piece.copy_(part)
 
+    def _total_of_some(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Match | None:
+        """The match of a large reduced value by some of its elements. None if all have to be looked at."""
+        if not self._spread or whole.numel() <= _SPREAD:
+            return None
+        match = total(_spread(whole), [_spread(part) for part in parts], self.tolerance, 0.0)
+        return None if match is None or match.ratio is None else match
+
     def _share(
         self, storage: int, a: int, b: int, pair: OperatorPair, tried: dict[int, Match | None]
     ) -> None:  # fmt: skip
@@ -781,13 +788,11 @@ class _Run:
         if self._writes_a_piece(pair):  # one factor has to fit all that lies there
             whole, parts = self._all_there(a, b)
         self._zero_shares.pop(storage, None)
-        if self._spread and whole.numel() > _SPREAD:
-            some = [_spread(t) for t in (whole, *parts)]
-            match = total(some[0], some[1:], self.tolerance, 0.0)
-            if match is not None and match.ratio is not None:
-                self._matches[storage] = match
-                self._note(pair, storage, match.ratio)
-                return
+        match = self._total_of_some(whole, parts)
+        if match is not None:
+            self._matches[storage] = match
+            self._note(pair, storage, match.ratio)
+            return
         if not all(isfinite(largest_of(t)) for t in (whole, *parts)):
             raise Inconclusive(f"{pair.full.where}: {pair.name} gives infinities")
         inputs = [self.machine.tensor(v) for v, _ in pair.refs if self.record.views[v].storage in self.machine]
