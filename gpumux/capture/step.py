@@ -14,23 +14,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy
 import torch
 import torch.utils._pytree as pytree
 
+from gpumux.capture.batch.arrays import layable, tensor_over
 from gpumux.capture.batch.checks import BatchCheck
 from gpumux.capture.batch.containers import flatten, other_batch
-from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, refuse_old_gradient, refuse_shared
-from gpumux.capture.batch.key import Numbers, batch_key
+from gpumux.capture.batch.effects import LeftOnBatch, WrittenInput, refuse_gradient, refuse_old_gradient, refuse_shared
 from gpumux.capture.fetching import without_fetching
 from gpumux.capture.lower import NOTHING, Lowered, Replaces, changes_state, lower, place_of, replaces
-from gpumux.capture.microbatch.split import RankSplitter, first_part, split
+from gpumux.capture.microbatch.split import RankSplitter, first_part, refuse_effects, split
 from gpumux.capture.outside.met import TraceOver
 from gpumux.capture.outside.refused import refuse_held
 from gpumux.capture.outside.tensors import COUNTER
 from gpumux.capture.side_effects import first_call_differs
 from gpumux.capture.source import Executed
 from gpumux.capture.staleness import StalenessHooks
-from gpumux.capture.state import StateTable
+from gpumux.capture.state import NUMBERS, StateTable
 from gpumux.capture.structure import State, Structure, moves_optimizer
 from gpumux.capture.symbols import ConstantScalars, HyperReader, Number, of_python
 from gpumux.capture.tracer import (
@@ -64,6 +65,72 @@ from gpumux.capture.watch.reuse import (
     same_numbers,
 )
 from gpumux.errors import CaptureError, NotRepeatable, NotSplittable, TooManyVariants
+
+# ---- batches
+
+Numbers = tuple[tuple[int, Any], ...]  # (position among the batch's leaves, number or text)
+
+_PLAIN = frozenset({torch.Tensor})
+_NUMBERS = NUMBERS | {str}
+_ARRAYS = frozenset({numpy.ndarray, numpy.memmap})
+
+
+def batch_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor], Numbers]:
+    """(hashable description, tensors in order, (position, value) of the numbers and texts) of a batch. The description
+    has the types of numbers and texts alone. Raises CaptureError for a leaf that is neither a tensor nor a plain
+    constant."""
+    if not kwargs and _PLAIN.issuperset(map(type, args)):
+        key: list[Any] = []
+        for i, t in enumerate(args):
+            if not t.is_contiguous():
+                layable(t, i)
+            requires_grad = t.requires_grad
+            if requires_grad:
+                refuse_gradient(t, i)
+            key.append((t.dtype, t.shape, t.stride(), requires_grad))
+        return (*key, *_repeated(args)), list(args), ()
+    leaves, spec = flatten((args, kwargs), hiding=True)
+    tensors: list[torch.Tensor] = []
+    arrays: dict[int, torch.Tensor] = {}
+    parts: list[Any] = [str(spec)]
+    numbers: list[tuple[int, Any]] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(layable(leaf, len(tensors)))
+            t = tensors[-1]
+            if t.requires_grad:
+                refuse_gradient(t, len(tensors) - 1)
+            parts.append((t.dtype, t.shape, t.stride(), t.requires_grad))
+        elif type(leaf) in _NUMBERS:
+            parts.append(type(leaf))
+            numbers.append((i, leaf))
+        elif type(leaf) in _ARRAYS:
+            t = arrays.get(id(leaf))
+            if t is None:
+                t = arrays[id(leaf)] = layable(tensor_over(leaf), len(tensors))
+            tensors.append(t)
+            parts.append(("array", t.dtype, t.shape, t.stride()))
+        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+            parts.append((type(leaf), repr(leaf)))
+        else:
+            kind = f"numpy.{type(leaf).__name__}" if isinstance(leaf, numpy.generic) else type(leaf).__name__
+            raise CaptureError(
+                f"the batch holds a {kind}",
+                "pass tensors, arrays, Python's own numbers (int(n), float(x)), strings and containers of them",
+            )
+    return (*parts, *_repeated(tensors)), tensors, tuple(numbers)
+
+
+def _repeated(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Which tensors of a batch are the same object, because Python tells them apart by `is`, as multi-head attention
+    does with query and key. Empty if all are different."""
+    if len(set(map(id, tensors))) == len(tensors):
+        return ()
+    first: dict[int, int] = {}
+    return (tuple([first.setdefault(id(t), i) for i, t in enumerate(tensors)]),)
+
+
+# ---- Programs, cases and their choice
 
 log = logging.getLogger("gpumux.client")
 T = TypeVar("T")
@@ -816,26 +883,7 @@ class StepFunction:
             )
         if not parts:
             return first
-        if any(isinstance(what, SkippedStep) for what in first.further):
-            raise NotSplittable(
-                f"{self.name} steps an optimizer under a GradScaler", f"submit it {self._whole}, or use bfloat16"
-            )
-        checks = [what.wrong for what in first.further if isinstance(what, ValueCheck)]
-        if checks:
-            raise NotSplittable(
-                f"{self.name} checks values of the whole batch ({checks[0]})",
-                f"turn the checks off: validate_args=False, or submit it {self._whole}",
-            )
-        if first.moved_data:
-            raise NotSplittable(
-                f"{self.name} sets .data of a tensor of the model",
-                "write into it in place under torch.no_grad(): p.copy_(new)",
-            )
-        if first.further or first.on_batch:
-            raise NotSplittable(
-                f"{self.name} changes its batch (in place, or by requires_grad_())",
-                f"begin the step with x = x.clone(), or submit it {self._whole}",
-            )
+        refuse_effects(first, self.name, self._whole)
         tensors = batch_key(args, kwargs)[1]
         self._tracer.splits = True
         try:

@@ -30,7 +30,7 @@ from gpumux.capture.microbatch.proof import Numbers, Proof, RunsOnce, is_mostly_
 from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.state import StateTable, byte_view
 from gpumux.capture.structure import thaw
-from gpumux.capture.tracer import DeviceExit, RawTrace, TensorResult
+from gpumux.capture.tracer import DeviceExit, RawTrace, SkippedStep, TensorResult, ValueCheck
 from gpumux.capture.values.machine import Inconclusive, Machine
 from gpumux.errors import ConfigError, NotSplittable
 from gpumux.hostmemory import return_freed
@@ -381,6 +381,29 @@ def first_part(args: Any, kwargs: Any, count: int, over_ranks: bool = False) -> 
             position += 1
     first_args, first_kwargs = unflatten(leaves, spec)
     return first_args, first_kwargs
+
+
+def refuse_effects(raw: RawTrace, name: str, whole: str) -> None:
+    """Raises NotSplittable for a step that does what parts of its batch can't do. `name`: of the step; `whole`: how it
+    is submitted in one piece."""
+    if any(isinstance(what, SkippedStep) for what in raw.further):
+        raise NotSplittable(f"{name} steps an optimizer under a GradScaler", f"submit it {whole}, or use bfloat16")
+    checks = [what.wrong for what in raw.further if isinstance(what, ValueCheck)]
+    if checks:
+        raise NotSplittable(
+            f"{name} checks values of the whole batch ({checks[0]})",
+            f"turn the checks off: validate_args=False, or submit it {whole}",
+        )
+    if raw.moved_data:
+        raise NotSplittable(
+            f"{name} sets .data of a tensor of the model",
+            "write into it in place under torch.no_grad(): p.copy_(new)",
+        )
+    if raw.further or raw.on_batch:
+        raise NotSplittable(
+            f"{name} changes its batch (in place, or by requires_grad_())",
+            f"begin the step with x = x.clone(), or submit it {whole}",
+        )
 
 
 def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: int, table: StateTable) -> RawTrace:
