@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from math import isfinite, prod
 from typing import Any
 
@@ -41,6 +42,8 @@ REMEDY = "give the layers around it the same ranks in the plan, or submit the st
 # How far a value may be from the whole step's, relative to its largest element, and relative to the largest of others
 # (where it is zero in exact arithmetic): in float64, and in the step's own types where torch has no float64 kernel.
 _BOUNDS = {True: (1e-8, 1e-11), False: (1e-3, 1e-5)}
+
+_DRAWN = 65_537  # different made-up numbers: a prime, so that they repeat at no row of a tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ def prove_ranks(run: Lockstep, load: Load, proven: Proven) -> None:
         for numbers in Numbers:
             try:
                 with torch.no_grad():
-                    _Run(run, wide, partial(load, numbers=numbers)).run(tail_only=layers in proven.layers)
+                    _Run(run, wide, partial(load, numbers=numbers)).run(layers in proven.layers)
             except Inconclusive as error:
                 reason = reason or str(error)
             else:
@@ -173,7 +176,7 @@ class _Run:
         ranks = [list(zip(*each, strict=True)) for each in zip(self._traces.ops, run.at, strict=True)]
         self._dead = [_last_uses(each, self._record, kept) for each in (whole, *ranks)]
         self._next = [0] * len(ranks)
-        self._first = 0  # of the operators of the whole step that are run
+        self._layers_run = True
         self._not_run = frozenset[int]()  # storages that operators write which are not run
         self._drawn = torch.Generator().manual_seed(2)
 
@@ -192,52 +195,78 @@ class _Run:
             for index in self._given_to(rank):
                 machine.take(self._whole, index)
 
-    def run(self, tail_only: bool) -> None:
-        """`tail_only`: the layers are proven, and are run only if the tail needs what can't be made up."""
-        begin, needed = self._run.tail.begin, self._begin_at_the_tail() if tail_only else None
-        if needed is None:
-            self._load()
-            self._run_pairs(0, begin)
-        following = follow_to_the_end(self._run, self._next, self._follows)
-        if following is None:
-            if needed is not None:
-                self._load()
-                self._make_up(needed)
-            self._run_pairs(begin, len(self._run.pairs))
-            self._all_ranks(len(self._run.pairs), None)
+    def run(self, proven: bool) -> None:
+        """`proven`: the layers are, and are run only if the tail needs what can't be made up."""
+        begin, end = self._run.tail.begin, len(self._run.pairs)
+        needed = self._needed_by_the_tail()
+        if proven and needed is not None:
+            self._layers_run = False
+            self._next = [sum(j < begin for j in at) for at in self._run.at]
         else:
-            if needed is not None:
-                if not following.summed <= needed:
-                    self._load()
-                self._make_up(needed & following.summed)
-            for members, where in following.sums:
-                self._collective(members, where)
+            self._load()
+            self._run_pairs(0, begin, self._last_uses_of(needed or ()))
+        following = None
+        if needed is not None:
+            known = [follows | self._left_whole(rank, needed) for rank, follows in enumerate(self._follows)]
+            following = follow_to_the_end(self._run, self._next, known)
+        if following is not None:
             self._follows, self._not_run = following.follows, following.written
+        else:
+            if not self._layers_run:
+                self._load()
+            self._make_up(needed or ())
+            self._run_pairs(begin, end, {})
+            self._all_ranks(end, None)
         self._finish()
 
-    def _run_pairs(self, begin: int, end: int) -> None:
+    def _run_pairs(self, begin: int, end: int, left: Mapping[int, Sequence[int]]) -> None:
+        """`left`: by operator, the storages that the tail reads, and none of the layers after that operator."""
         for j, pair in enumerate(self._run.pairs[begin:end], begin):
             self._all_ranks(j, pair.full)
             self._run_whole(j, pair.full)
             self._all_ranks(j, None)
             for written in self._run.written.get(j, ()):
                 self._compare_part(pair, written)
-            self._forget(j)
+            for storage in left.get(j, ()):
+                self._compare_left(storage)
+            self._forget(left.get(j, ()))
+            for machine, dead in zip((self._whole, *self._ranks), self._dead, strict=True):
+                for storage in dead.get(j, ()):
+                    machine.forget(storage)
 
     # ---- an optimizer by itself --------------------------------------------------------------------------
 
-    def _begin_at_the_tail(self) -> set[int] | None:
-        """Run the tail only. Returns the temporaries that it reads, to be made up in the place of what the layers would
-        leave. None if others than gradients and losses are among them: everything is run then."""
+    def _needed_by_the_tail(self) -> set[int] | None:
+        """The temporaries that the tail reads, which are made up in the place of what the layers leave. None if others
+        than gradients and losses are among them: the tail runs on what the layers leave then."""
         tail = self._run.tail
         done = [sum(j < tail.begin for j in at) for at in self._run.at]
         by_ranks = [self._given(ops[count:]) for ops, count in zip(self._traces.ops, done, strict=True)]
         needed = self._given([pair.full for pair in self._run.pairs[tail.begin :]]).union(*by_ranks)
-        known = {s for s in (*tail.shares, *tail.home) if self._record.storages[s].dtype.startswith("float")}
-        if not needed <= known:
-            return None
-        self._first, self._next = tail.begin, done
-        return needed
+        dtypes = [storage.dtype for storage in self._record.storages]
+        known = {s for s in (*tail.shares, *tail.home) if dtypes[s].startswith("float")}
+        known |= {s for s in tail.shares if dtypes[s].startswith("int")}  # counts: not indices, which have bounds
+        return needed if needed <= known else None
+
+    def _left_whole(self, rank: int, needed: Collection[int]) -> set[int]:
+        """The whole values that the layers leave on a rank for the tail."""
+        shares, home = self._run.tail.shares, self._run.tail.home
+        ranks = {s: shares[s][0] if s in shares else home[s] for s in needed}
+        return {s for s, there in ranks.items() if rank in there and (s not in shares or len(there) == 1)}
+
+    def _last_uses_of(self, storages: Collection[int]) -> dict[int, list[int]]:
+        """Of these storages, those that no layer uses after each operator."""
+        begin, used = self._run.tail.begin, dict[int, int]()
+        whole = ((pair.full, j) for j, pair in enumerate(self._run.pairs[:begin]))
+        ranks = (zip(*each, strict=True) for each in zip(self._traces.ops, self._run.at, strict=True))
+        for op, j in chain(whole, *ranks):
+            if j < begin:
+                for storage in (op.reads | op.writes).intersection(storages):
+                    used[storage] = max(j, used.get(storage, 0))
+        found: dict[int, list[int]] = {}
+        for storage, j in used.items():
+            found.setdefault(j, []).append(storage)
+        return found
 
     def _given(self, ops: Sequence[RawOp]) -> set[int]:
         """The temporaries that these operators read and do not make."""
@@ -253,21 +282,32 @@ class _Run:
     def _make_up(self, storages: Collection[int]) -> None:
         """A value for the whole step, and for ranks shares of it, or the value itself."""
         for index in sorted(storages):
-            storage = self._record.storages[index]
-            count = storage.nbytes // ITEM_BYTES[storage.dtype]
             ranks, factor = self._run.tail.shares.get(index, ((), 1.0))
-            self._whole.hold(index, torch.randn(count, generator=self._drawn))
+            self._whole.hold(index, self._numbers(index))
             if len(ranks) < 2:
                 for rank in ranks or self._run.tail.home[index]:
                     self._follow(rank, index)
                 continue
-            whole = self._whole.flat(index)
-            left = whole / factor
+            left = self._whole.flat(index).clone()
+            if factor != 1.0:
+                left /= factor
             for rank in ranks[1:]:
-                share = torch.randn(count, generator=self._drawn).to(whole.dtype)
+                share = self._numbers(index)
                 self._ranks[rank].hold(index, share)
                 left -= share
             self._ranks[ranks[0]].hold(index, left)
+
+    def _numbers(self, index: int) -> torch.Tensor:
+        """Made-up numbers for all of a storage. Of many, few are drawn, which repeat from one of them on: it takes
+        seconds to draw as many as a model has."""
+        storage = self._record.storages[index]
+        count = storage.nbytes // ITEM_BYTES[storage.dtype]
+        drawn = torch.randn(min(count, _DRAWN), generator=self._drawn).mul_(10)
+        drawn = drawn.to(self._whole.dtype(storage.dtype))
+        made = torch.empty(count, dtype=drawn.dtype)
+        for piece in made.split(_DRAWN):
+            piece.copy_(drawn[: len(piece)])
+        return made
 
     # ---- ranks beside the whole step ---------------------------------------------------------------------
     #
@@ -394,9 +434,9 @@ class _Run:
             machine.hold(v.storage, torch.zeros(count, dtype=getattr(torch, v.dtype)))
         machine.tensor(view).copy_(value)
 
-    def _forget(self, j: int) -> None:
-        for machine, dead in zip((self._whole, *self._ranks), self._dead, strict=True):
-            for storage in dead.get(j, ()):
+    def _forget(self, storages: Collection[int]) -> None:
+        for machine in (self._whole, *self._ranks):
+            for storage in storages:
                 machine.forget(storage)
 
     # ---- comparing -----------------------------------------------------------------------------------
@@ -418,12 +458,31 @@ class _Run:
             self._follow(written.rank, view.storage)
 
     def _compare_sum(self, view: int, total: torch.Tensor, where: str, rank: int) -> None:
-        whole = self._whole.tensor(view)
+        self._compare_total(self._record.views[view].storage, self._whole.tensor(view), total, where, rank)
+
+    def _compare_left(self, storage: int) -> None:
+        """Compare what the layers leave for the tail."""
+        if storage not in self._whole:
+            return
+        ranks, factor = self._run.tail.shares.get(storage, ((), 1.0))
+        whole = self._whole.flat(storage)
+        if len(ranks) > 1:
+            total = self._ranks[ranks[0]].flat(storage).clone()
+            for rank in ranks[1:]:
+                total += self._ranks[rank].flat(storage)
+            self._compare_total(storage, whole, total.mul_(factor), "the sum over ranks", ranks[0])
+            return
+        for rank in ranks or self._run.tail.home[storage]:
+            if storage not in self._follows[rank]:
+                self._compare_total(storage, whole, self._ranks[rank].flat(storage), "the layers", rank)
+
+    def _compare_total(
+        self, storage: int, whole: torch.Tensor, total: torch.Tensor, where: str, rank: int
+    ) -> None:  # fmt: skip
         if total.is_floating_point() and total.numel():
             self._largest = max(self._largest, largest_of(whole))
         if not self._alike(whole, total, self._largest):
-            shared = self._record.views[view].storage
-            made = next((pair for pair in reversed(self._run.pairs) if shared in pair.full.writes), None)
+            made = next((pair for pair in reversed(self._run.pairs) if storage in pair.full.writes), None)
             of = "" if made is None else f" of what {made.name} at {made.full.where} makes"
             raise _differs(f"{where}{of}", rank)
 
@@ -434,14 +493,14 @@ class _Run:
         for rank, held in enumerate(self._traces.held):
             own = {s for b, s in self._record.state_storage.items() if rank in self._traces.homes.get(b, ())}
             for storage in sorted(((held & self._run.kept) | own) - self._follows[rank]):
-                if storage not in self._whole and self._first:
+                if storage not in self._whole and not self._layers_run:
                     continue  # the layers made it, and nothing has changed it since
                 whole, mine = self._whole.flat(storage), self._ranks[rank].flat(storage)
                 if not self._alike(whole, mine, self._largest):
                     raise _differs(self._last_writer(storage), rank)
         for view, result in zip(self._run.results, self._traces.results, strict=True):
             storage = self._record.views[view].storage
-            if storage in self._not_run or (storage not in self._whole and self._first):
+            if storage in self._not_run or (storage not in self._whole and not self._layers_run):
                 continue
             parts = [self._ranks[rank].tensor(v) for rank, v in zip(result.ranks, result.views, strict=True)]
             given = parts[0] if result.dim is None else torch.cat(parts, result.dim)
@@ -469,64 +528,59 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Following:
-    """What the ranks do in a tail in which each runs the whole step's operators on the whole step's values, and sums
-    before them, `sums`: (the ranks' collectives, the line). `summed`: the storages in them. `written`: what those
-    operators write. `follows`: by rank, the storages that have the whole step's values in the end."""
+    """`written`: what the sums and operators of such a tail write. `follows`: by rank, the storages that have the whole
+    step's values in the end."""
 
-    sums: Sequence[tuple[Mapping[int, RawCollective], str]]
-    summed: frozenset[int]
     written: frozenset[int]
     follows: list[set[int]]
 
 
 def follow_to_the_end(run: Lockstep, begun: Sequence[int], known: Sequence[set[int]]) -> _Following | None:
-    """Whether the rest of the step is such a tail, which then needs to be run on no numbers but for the sums: an
-    optimizer over the gradients' sums is, where each rank has all of a parameter or nothing. `begun`: by rank, its
-    first operator of the tail. `known`: by rank, the storages that have the whole step's values there. None if it is
-    another."""
-    traces, views = run.traces, run.traces.record.views
-    at, follows = list(begun), [set(each) for each in known]
-    sums: list[tuple[Mapping[int, RawCollective], str]] = []
-    summed, written = set[int](), set[int]()
-    made = frozenset[int]().union(*(pair.full.writes for pair in run.pairs[: run.tail.begin]))
-    made |= frozenset(i for i, storage in enumerate(traces.record.storages) if storage.kind != "temp")
+    """Whether in the rest of the step each rank sums shares that are known to make up the whole step's values, and runs
+    the whole step's operators on those. It needs to be run on no numbers then: an optimizer over gradients' sums is
+    such, where each rank has all of a parameter or nothing. `begun`: by rank, its first operator of the tail. `known`:
+    by rank, the storages that have the whole step's values there. None if it is another."""
+    traces, views, shares = run.traces, run.traces.record.views, run.tail.shares
+    at, follows, written = list(begun), [set(each) for each in known], set[int]()
 
     def is_next(rank: int, op: RawOp) -> bool:
         ops = traces.ops[rank]
         return at[rank] < len(ops) and ops[at[rank]] is op and op.random is None and op.reads <= follows[rank]
 
-    def add_up(j: int, whole: RawOp | None) -> bool:
+    def sums(j: int, whole: RawOp | None) -> bool:
         """Take the ranks' sums for operator `j`. False if a rank does anything else."""
         while True:
-            waiting: dict[int, tuple[RawCollective, str]] = {}
+            waiting: dict[int, RawCollective] = {}
             for rank, ops in enumerate(traces.ops):
                 if at[rank] < len(ops) and run.at[rank][at[rank]] == j and not (whole and is_next(rank, whole)):
-                    op = ops[at[rank]]
-                    if op.collective is None or op.collective.kind != "all_reduce":
+                    one = ops[at[rank]].collective
+                    if one is None:
                         return False
-                    waiting[rank] = op.collective, op.where
+                    waiting[rank] = one
             if not waiting:
                 return True
-            sequence = min(one.sequence for one, _ in waiting.values())
-            members = {rank: one for rank, (one, _) in waiting.items() if one.sequence == sequence}
-            if any(tuple(sorted(members)) != one.members for one in members.values()):
+            first = min(waiting.values(), key=lambda one: one.sequence)
+            members = [rank for rank, one in waiting.items() if one.sequence == first.sequence]
+            summed = {views[view].storage for view in first.views}
+            of_shares = all(shares.get(storage) == (first.members, first.scale) for storage in summed)
+            if (
+                first.kind != "all_reduce"
+                or tuple(members) != first.members
+                or any(waiting[rank] != first for rank in members)
+                or not of_shares
+                or summed & written
+                or len(summed) < len(first.views)
+                or not all(covers(traces.record, view) for view in first.views)
+            ):
                 return False
-            for rank, one in members.items():
-                storages = {views[view].storage for view in one.views}
-                if (
-                    storages & written
-                    or not storages <= made
-                    or not all(covers(traces.record, view) for view in one.views)
-                ):
-                    return False
-                summed.update(storages)
-                follows[rank] |= storages
+            written.update(summed)
+            for rank in members:
+                follows[rank] |= summed
                 at[rank] += 1
-            sums.append((members, waiting[next(iter(members))][1]))
 
     for j, pair in enumerate(run.pairs[run.tail.begin :], run.tail.begin):
         op = pair.full
-        if j in run.written or not add_up(j, op):
+        if j in run.written or not sums(j, op):
             return None
         following = {rank for rank in range(len(at)) if is_next(rank, op)}
         if any(op.writes & each for rank, each in enumerate(follows) if rank not in following):
@@ -535,9 +589,9 @@ def follow_to_the_end(run: Lockstep, begun: Sequence[int], known: Sequence[set[i
         for rank in following:
             at[rank] += 1
             follows[rank] |= op.writes
-        if not add_up(j, None):
+        if not sums(j, None):
             return None
-    if not add_up(len(run.pairs), None) or any(i < len(ops) for i, ops in zip(at, traces.ops, strict=True)):
+    if not sums(len(run.pairs), None) or any(i < len(ops) for i, ops in zip(at, traces.ops, strict=True)):
         return None
     for rank, held in enumerate(traces.held):
         own = {s for b, s in traces.record.state_storage.items() if rank in traces.homes.get(b, ())}
@@ -549,7 +603,7 @@ def follow_to_the_end(run: Lockstep, begun: Sequence[int], known: Sequence[set[i
         alike = result.dim is None and all(views[v] == views[view] for v in result.views)
         if given & written and not (alike and all(mine <= follows[rank] for rank in result.ranks)):
             return None
-    return _Following(sums, frozenset(summed), frozenset(written), follows)
+    return _Following(frozenset(written), follows)
 
 
 def covers(record: TraceRecord, view: int) -> bool:

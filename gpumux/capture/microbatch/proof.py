@@ -409,8 +409,8 @@ class _Run:
         )
 
     def _last_uses(self) -> dict[int, list[int]]:
-        """The storages that are not used after each operator."""
-        kept = self.plan.shares | {self.record.views[a].storage for a, _ in self.results}
+        """The storages that are not used after each operator. A share has been compared wherever it was changed."""
+        kept = {self.record.views[a].storage for a, _ in self.results}
         kept |= {s for j in self.plan.losses.values() for s in self.pairs[j].full.reads}
         kept |= set(self.plan.divided.values())
         used: dict[int, int] = {}
