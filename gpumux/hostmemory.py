@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +38,32 @@ def free_bytes(root: Path = ROOT) -> int:
     return min([_available(root), *(group.free for group in groups(root))])
 
 
-def return_freed() -> None:
-    """Have glibc return to the kernel what is free between blocks in use (malloc_trim(3)), after much was allocated in
-    blocks too small to be mapped each by itself. Other allocators are not affected."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of mallopt(3)
+_MOST_MAPPED, _LARGEST_OF_HEAP = 1 << 16, 32 << 20  # glibc: blocks mapped at most; the largest threshold it adapts to
+
+
+@contextmanager
+def freed_is_reused() -> Iterator[None]:
+    """A block in which glibc keeps what is freed, of any size, for what is allocated next. It would map large blocks
+    anew each time, and the kernel fill them page by page, which takes a third of the time of work on numbers of tens of
+    megabytes. At its end, all that is free is returned to the kernel, and the limits are those that glibc adapts to in
+    a process with large tensors. Settings of the user's own, and other allocators, are left as they are."""
+    libc = ctypes.CDLL(None)
+    change, trim = getattr(libc, "mallopt", None), getattr(libc, "malloc_trim", None)
+    if any(name.startswith("MALLOC_") or "glibc.malloc" in value for name, value in os.environ.items()):
+        change = None
+    try:
+        if change is not None:
+            change(_MMAP_MAX, 0)
+            change(_TRIM_THRESHOLD, (1 << 31) - 1)
+        yield
+    finally:
+        if change is not None:
+            change(_MMAP_MAX, _MOST_MAPPED)
+            change(_MMAP_THRESHOLD, _LARGEST_OF_HEAP)
+            change(_TRIM_THRESHOLD, 2 * _LARGEST_OF_HEAP)
+        if trim is not None:
+            trim(0)
 
 
 def groups(root: Path = ROOT) -> Iterator[Group]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,29 +93,69 @@ def test_this_machine() -> None:
     assert hostmemory.free_bytes() > 0
 
 
-def test_what_was_freed_in_small_blocks_goes_back_to_the_kernel() -> None:
-    """In a process of its own, whose memory nothing else changes."""
-    script = """
-import ctypes
-from gpumux.hostmemory import return_freed
+BLOCKS = """
+import ctypes, resource
+from contextlib import nullcontext
+from gpumux.hostmemory import freed_is_reused
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
-size, held = 100_000, []  # bytes, below glibc's threshold for mappings
+libc.malloc.argtypes, ctypes.memset.argtypes = (ctypes.c_size_t,), (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+
+def allocated(size):
+    block = libc.malloc(size)
+    ctypes.memset(block, 1, size)
+    return block
 
 def resident():
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * 4096
 
-for _ in range(1000):
-    block = libc.malloc(size)
-    ctypes.memset(block, 1, size)
-    held.append(block)
-for block in held[:-1]:  # the last one keeps all below it in the heap
-    libc.free(block)
-before = resident()
-return_freed()
+def faults(count, size):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(count):
+        libc.free(allocated(size))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+"""
+
+
+def run(script: str, **settings: str) -> list[int]:
+    """The numbers that it prints, in a process of its own, whose memory nothing else changes."""
+    env = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"} | settings
+    done = subprocess.run([sys.executable, "-c", BLOCKS + script], capture_output=True, text=True, check=True, env=env)
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_what_was_freed_in_small_blocks_goes_back_to_the_kernel() -> None:
+    script = """
+with freed_is_reused():
+    held = [allocated(100_000) for _ in range(1000)]
+    for block in held[:-1]:  # the last one keeps all below it in the heap
+        libc.free(block)
+    before = resident()
 print(before - resident())
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(run.stdout) > 50e6
+    (returned,) = run(script)
+    assert returned > 50e6
+
+
+LARGE = """
+before = faults(8, 64 << 20)
+with freed_is_reused():
+    within = faults(8, 64 << 20)
+    held = resident()
+print(before, within, faults(8, 64 << 20), faults(8, 4 << 20), held - resident())
+"""
+
+
+def test_large_blocks_are_reused_within_and_mapped_after_it() -> None:
+    before, within, after, small, returned = run(LARGE)
+    assert within < before / 4
+    assert after > before / 2
+    assert small < before / 32  # blocks that a process with large tensors keeps
+    assert returned > 60e6
+
+
+def test_settings_of_the_users_own_stay() -> None:
+    before, within, _, _, _ = run(LARGE, MALLOC_MMAP_THRESHOLD_=str(1 << 20))
+    assert within > before / 2

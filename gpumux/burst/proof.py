@@ -33,7 +33,7 @@ from gpumux.capture.microbatch.proof import (
     with_given_statistics,
 )
 from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, TraceRecord
-from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine
+from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine, filled
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import ITEM_BYTES, ScalarRef, TensorRef, extent
 
@@ -42,8 +42,6 @@ REMEDY = "give the layers around it the same ranks in the plan, or submit the st
 # How far a value may be from the whole step's, relative to its largest element, and relative to the largest of others
 # (where it is zero in exact arithmetic): in float64, and in the step's own types where torch has no float64 kernel.
 _BOUNDS = {True: (1e-8, 1e-11), False: (1e-3, 1e-5)}
-
-_DRAWN = 65_537  # different made-up numbers: a prime, so that they repeat at no row of a tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,16 +296,11 @@ class _Run:
             self._ranks[ranks[0]].hold(index, left)
 
     def _numbers(self, index: int) -> torch.Tensor:
-        """Made-up numbers for all of a storage. Of many, few are drawn, which repeat from one of them on: it takes
-        seconds to draw as many as a model has."""
+        """Made-up numbers for all of a storage."""
         storage = self._record.storages[index]
         count = storage.nbytes // ITEM_BYTES[storage.dtype]
-        drawn = torch.randn(min(count, _DRAWN), generator=self._drawn).mul_(10)
-        drawn = drawn.to(self._whole.dtype(storage.dtype))
-        made = torch.empty(count, dtype=drawn.dtype)
-        for piece in made.split(_DRAWN):
-            piece.copy_(drawn[: len(piece)])
-        return made
+        made = filled((count,), lambda n: torch.randn(n, generator=self._drawn).mul_(10))
+        return made.to(self._whole.dtype(storage.dtype))
 
     # ---- ranks beside the whole step ---------------------------------------------------------------------
     #

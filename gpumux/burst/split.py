@@ -44,7 +44,7 @@ from gpumux.capture.state import StateTable
 from gpumux.capture.tracer import RawTrace, TensorResult
 from gpumux.capture.values.machine import PATTERN_ONLY, outs_of
 from gpumux.errors import NotSplittable
-from gpumux.hostmemory import return_freed
+from gpumux.hostmemory import freed_is_reused
 from gpumux.program.ir import ITEM_BYTES, Tag, TensorRef, View, contiguous_strides, extent
 
 EXCHANGED = "collective"  # target of a RawOp that is one
@@ -71,14 +71,15 @@ def split_over_ranks(
     above 1 that a layer has, and at least for one g. `batch_norm`: see norms.py. `proven`: what is
     known of the job's other steps, to which is added: the phases of an optimizer differ behind the gradients alone.
     Raises NotSplittable."""
+    known = proven or Proven()
     try:
-        known = proven or Proven()
-        return with_operators_once(lambda once: _split(full, parts, tensors, placement, table, batch_norm, known, once))
+        with freed_is_reused():  # the proofs take some times the memory of a step
+            return with_operators_once(
+                lambda once: _split(full, parts, tensors, placement, table, batch_norm, known, once)
+            )
     except NotSplittable as error:
         message, remedy = (_of_ranks(text) for text in (error.message, error.remedy))
         raise NotSplittable(message, remedy) from error
-    finally:
-        return_freed()  # the proofs took some times the memory of a step
 
 
 def _of_ranks(text: str) -> str:

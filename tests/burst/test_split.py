@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -65,7 +66,13 @@ def test_each_gradient_is_summed_once_that_of_tied_weights_too() -> None:
 def test_what_the_proofs_took_goes_back_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a step has been split, before the job begins."""
     called: list[bool] = []
-    monkeypatch.setattr("gpumux.burst.split.return_freed", lambda: called.append(True))
+
+    def block() -> ExitStack:
+        stack = ExitStack()
+        stack.callback(called.append, True)
+        return stack
+
+    monkeypatch.setattr("gpumux.burst.split.freed_is_reused", block)
     compare(SUBJECTS["vgg"], data_parallel(2), 1)
     assert called
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NotRequired, get_origin, get_type_hints
 
 import pytest
@@ -599,7 +600,13 @@ def test_the_memory_of_the_proof_goes_back_also_if_it_fails(
 ) -> None:
     """A client kept four times its model's memory (2,175 MiB where 469 are needed, for 25 M parameters)."""
     returned: list[bool] = []
-    monkeypatch.setattr("gpumux.capture.microbatch.split.return_freed", lambda: returned.append(True))
+
+    def block() -> ExitStack:
+        stack = ExitStack()
+        stack.callback(returned.append, True)
+        return stack
+
+    monkeypatch.setattr("gpumux.capture.microbatch.split.freed_is_reused", block)
     model, optimizer, step, batch = training()
     ours = step if splits else lambda x, y: step(x, y) + torch.argsort(model(x).flatten())
     try:

@@ -714,7 +714,7 @@ class _Run:
     def _fits_any_order(self, whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
         """Whether these numbers do not show in which order parts lie: a mask that is true everywhere now, of more rows
         than the batch has samples."""
-        if whole.is_complex() or not whole.numel() or (whole.is_floating_point() and bool(whole.any())):
+        if whole.is_complex() or not whole.numel() or (whole.is_floating_point() and not _is_one_number(whole)):
             return False
         longest = max(n for n, m in zip(whole.shape, parts[0].shape, strict=True) if n != m)
         return longest > self.emitter.samples and bool((whole == whole.flatten()[0]).all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any, Protocol, TypeVar
 
@@ -31,9 +32,9 @@ from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.state import StateTable, byte_view
 from gpumux.capture.structure import thaw
 from gpumux.capture.tracer import DeviceExit, RawTrace, SkippedStep, TensorResult, ValueCheck
-from gpumux.capture.values.machine import Inconclusive, Machine
+from gpumux.capture.values.machine import Inconclusive, Machine, filled
 from gpumux.errors import ConfigError, NotSplittable
-from gpumux.hostmemory import return_freed
+from gpumux.hostmemory import freed_is_reused
 from gpumux.program.ir import ITEM_BYTES, TensorRef, extent
 
 
@@ -235,16 +236,16 @@ class Loader:
             whole = known.filled and typed.dtype in (torch.int32, torch.int64)
             return _varied(typed, draw) if varied and whole else typed
         if not known.filled:
-            return 0.01 * torch.randn(typed.shape, generator=draw, dtype=torch.float32).to(typed.dtype)
+            return filled(typed.shape, lambda n: torch.randn(n, generator=draw).mul_(0.01)).to(typed.dtype)
         if not made_up:
             return typed
-        drawn = torch.rand(typed.shape, generator=draw)
+        drawn = filled(typed.shape, partial(torch.rand, generator=draw))
         if buffer not in self._params and not bool(typed.any()):
             return drawn.mul_(0.1).add_(0.05).to(typed.dtype)
         made = drawn.mul_(0.1).add_(1.0).mul_(typed)  # variances stay positive
         if buffer in self._params:
             spread = float(typed.std(correction=0)) or 0.5
-            made += torch.randn(typed.shape, generator=draw).mul_(0.1 * spread)
+            made += filled(typed.shape, lambda n: torch.randn(n, generator=draw).mul_(0.1 * spread))
         return made.to(typed.dtype)
 
     def _dtype(self, index: int) -> torch.dtype:
@@ -432,10 +433,8 @@ def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: in
         proof = prove(pairs, plan, emitter, Loader(full.record, table, tensors, cut), joined)
         return join(full, part, pairs, plan, emitter(plan.shares), proof)
 
-    try:
+    with freed_is_reused():  # the proof takes some times the memory of a step
         return with_operators_once(split_with)
-    finally:
-        return_freed()  # the proof took some times the memory of a step
 
 
 def with_operators_once(split_with: Callable[[frozenset[int]], T]) -> T:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gpumux.capture.recorder import RawOp
-from gpumux.capture.values.machine import Inconclusive, Machine
+from gpumux.capture.values.machine import Inconclusive, Machine, filled
 
 NEAR = (-1.0, 0.0, 1.0)  # around numbers that an operator is given, such as bounds
 
@@ -120,11 +120,15 @@ def _drawn(
         known += [int(n + step) for n in numbers for step in NEAR if n + step >= min(known, default=0)]
         choice = torch.tensor(known or [0], dtype=like.dtype)
         return choice[torch.randint(len(choice), shape, generator=draw)]
-    made = torch.randn(shape, generator=draw)
-    if numbers:
-        centres = torch.tensor(numbers)[torch.randint(len(numbers), shape, generator=draw)]
-        made = torch.where(torch.rand(shape, generator=draw) < 0.5, made, made + centres)
-    return (made.abs() + 0.1 if positive else made).to(like.dtype)
+
+    def normal(count: int) -> torch.Tensor:
+        made = torch.randn(count, generator=draw)
+        if numbers:
+            centres = torch.tensor(numbers)[torch.randint(len(numbers), (count,), generator=draw)]
+            made = torch.where(torch.rand(count, generator=draw) < 0.5, made, made + centres)
+        return (made.abs() + 0.1 if positive else made).to(like.dtype)
+
+    return filled(shape, normal)
 
 
 def _mask(like: torch.Tensor, draw: torch.Generator, all_but_one: bool, positive: bool) -> torch.Tensor:

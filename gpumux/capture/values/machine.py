@@ -6,8 +6,9 @@ of summation is far below any error that matters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -35,6 +36,22 @@ def outs_of(outs: tuple[Out, ...]) -> Iterator[int]:
 
 
 _WIDE = {"float16": "float64", "bfloat16": "float64", "float32": "float64", "complex64": "complex128"}
+
+
+_DRAWN = 65_537  # a prime, so that numbers repeat at no row of a tensor
+
+
+def filled(shape: Sequence[int], draw: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """A tensor of the numbers that `draw` gives, so many at most, which repeat: to draw as many as a model has would
+    take seconds."""
+    count = prod(shape)
+    drawn = draw(min(count, _DRAWN))
+    if count <= _DRAWN:
+        return drawn.view(*shape)
+    made = torch.empty(count, dtype=drawn.dtype)
+    for piece in made.split(_DRAWN):
+        piece.copy_(drawn[: len(piece)])
+    return made.view(*shape)
 
 
 class Inconclusive(Exception):
