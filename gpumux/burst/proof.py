@@ -16,13 +16,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 
 import torch
 
 from gpumux.burst.layout import Ranks
+from gpumux.burst.numbering import Numbering, Unknown, covers, numbering_of_parts
 from gpumux.capture.microbatch.classify import OperatorPair, SplitPlan, ValueKind, scaled
+from gpumux.capture.microbatch.emit import PartEmitter
 from gpumux.capture.microbatch.proof import (
     Load,
     Match,
@@ -35,7 +37,7 @@ from gpumux.capture.microbatch.proof import (
 from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, TraceRecord
 from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine, filled
 from gpumux.errors import NotSplittable
-from gpumux.program.ir import ITEM_BYTES, ScalarRef, TensorRef, extent
+from gpumux.program.ir import ITEM_BYTES, ScalarRef, TensorRef
 
 REMEDY = "give the layers around it the same ranks in the plan, or submit the step to one daemon"
 
@@ -94,12 +96,16 @@ class Lockstep:
     # Batch norms of which each rank has statistics of its own: no value after them is the whole step's. They are
     # compared with the running statistics in their place.
     norms: frozenset[int] = frozenset()
+    # How the parts were written that are proven, if all ranks may run them and nothing else.
+    parts: tuple[SplitPlan, Callable[[], PartEmitter]] | None = None
 
 
 def prove_ranks(run: Lockstep, load: Load, proven: Proven) -> None:
     """Raises NotSplittable unless all ranks together compute what the whole step does. Layers that are among those
-    proven are not run again."""
+    proven are not run again, nor are those in which each rank runs its part of the split."""
     reason, layers = "", _layers(run)
+    if layers not in proven.layers and _are_parts(run):
+        proven.layers.add(layers)
     for wide in (True, False):
         for numbers in Numbers:
             try:
@@ -158,6 +164,81 @@ def _layers(run: Lockstep) -> str:
     return hashlib.sha256(repr((whole, ranks, written, held)).encode()).hexdigest()
 
 
+def _needed_by_the_tail(run: Lockstep) -> set[int] | None:
+    """The temporaries that the tail reads, which are made up in the place of what the layers leave. None if others than
+    gradients and losses are among them: the tail runs on what the layers leave then."""
+    record, tail = run.traces.record, run.tail
+    tails = [
+        [op for op, j in zip(ops, at, strict=True) if j >= tail.begin]
+        for ops, at in zip(run.traces.ops, run.at, strict=True)
+    ]
+    whole = [pair.full for pair in run.pairs[tail.begin :]]
+    needed = set[int]().union(*(_given(record, ops) for ops in (whole, *tails)))
+    dtypes = [storage.dtype for storage in record.storages]
+    known = {s for s in (*tail.shares, *tail.home) if dtypes[s].startswith("float")}
+    known |= {s for s in tail.shares if dtypes[s].startswith("int")}  # counts: not indices, which have bounds
+    return needed if needed <= known else None
+
+
+def _given(record: TraceRecord, ops: Sequence[RawOp]) -> set[int]:
+    """The temporaries that these operators read and do not make."""
+    made, found = set[int](), set[int]()
+    for op in ops:
+        reads = op.reads
+        if op.collective is not None and op.collective.kind == "exchange":
+            reads = frozenset(record.views[view].storage for _, view in op.collective.sends)
+        found |= {s for s in reads - made if record.storages[s].kind == "temp"}
+        made |= op.writes
+    return found
+
+
+def _are_parts(run: Lockstep) -> bool:
+    """Whether each rank computes what one of the proven parts does, as far as the tail reads it, and the layers leave
+    nothing else."""
+    needed, record, tail = _needed_by_the_tail(run), run.traces.record, run.tail
+    if run.parts is None or needed is None:
+        return False
+    (plan, make), known = run.parts, dict[Any, int]()
+    if plan.norms:  # the proof ran them by other statistics
+        return False
+    emitter = make()
+    everyone = range(len(run.traces.ops))
+    layers = [
+        [op for op, j in zip(ops, at, strict=True) if j < tail.begin]
+        for ops, at in zip(run.traces.ops, run.at, strict=True)
+    ]
+    left = run.kept.union(record.views[v].storage for v in run.results)
+    left |= {record.views[v].storage for result in run.traces.results for v in result.views}
+    if (left - needed).intersection(frozenset[int]().union(*(op.writes for op in chain(*layers)))):
+        return False
+    ranks = []
+    try:
+        parts = numbering_of_parts(run.pairs[: tail.begin], plan, emitter, known)
+        for rank in everyone:
+            given = partial(_is_given, run, rank)
+            ranks.append(Numbering(record, known, given))
+            for op in layers[rank]:
+                ranks[-1].run(op)
+        for storage in needed:
+            holders, _ = tail.shares.get(storage, ((), 1.0))
+            if len(holders) not in (0, 1, emitter.count):
+                return False
+            for i, rank in enumerate(holders or sorted(tail.home[storage])):
+                mine = emitter.storage(storage, i) if len(holders) > 1 else storage
+                if ranks[rank].of(storage) != parts.of(mine):
+                    return False
+    except Unknown:
+        return False
+    return True
+
+
+def _is_given(run: Lockstep, rank: int, storage: int) -> bool:
+    """Whether a rank has a storage of state or batch."""
+    one = run.traces.record.storages[storage]
+    everyone = range(len(run.traces.ops))
+    return one.kind == "input" or (one.kind == "state" and rank in run.traces.homes.get(one.key, everyone))
+
+
 class _Run:
     def __init__(self, run: Lockstep, wide: bool, load: Callable[[Machine], None]) -> None:
         self._run, self._traces, self._record = run, run.traces, run.traces.record
@@ -183,9 +264,7 @@ class _Run:
 
     def _given_to(self, rank: int) -> list[int]:
         """The storages of state and batch that a rank has."""
-        everyone = range(len(self._ranks))
-        found = ((index, self._record.storages[index]) for index in self._of_kind("state", "input"))
-        return [i for i, one in found if one.kind == "input" or rank in self._traces.homes.get(one.key, everyone)]
+        return [index for index in range(len(self._record.storages)) if _is_given(self._run, rank, index)]
 
     def _load(self) -> None:
         self._fill(self._whole)
@@ -196,7 +275,7 @@ class _Run:
     def run(self, proven: bool) -> None:
         """`proven`: the layers are, and are run only if the tail needs what can't be made up."""
         begin, end = self._run.tail.begin, len(self._run.pairs)
-        needed = self._needed_by_the_tail()
+        needed = _needed_by_the_tail(self._run)
         if proven and needed is not None:
             self._layers_run = False
             self._next = [sum(j < begin for j in at) for at in self._run.at]
@@ -234,18 +313,6 @@ class _Run:
 
     # ---- an optimizer by itself --------------------------------------------------------------------------
 
-    def _needed_by_the_tail(self) -> set[int] | None:
-        """The temporaries that the tail reads, which are made up in the place of what the layers leave. None if others
-        than gradients and losses are among them: the tail runs on what the layers leave then."""
-        tail = self._run.tail
-        done = [sum(j < tail.begin for j in at) for at in self._run.at]
-        by_ranks = [self._given(ops[count:]) for ops, count in zip(self._traces.ops, done, strict=True)]
-        needed = self._given([pair.full for pair in self._run.pairs[tail.begin :]]).union(*by_ranks)
-        dtypes = [storage.dtype for storage in self._record.storages]
-        known = {s for s in (*tail.shares, *tail.home) if dtypes[s].startswith("float")}
-        known |= {s for s in tail.shares if dtypes[s].startswith("int")}  # counts: not indices, which have bounds
-        return needed if needed <= known else None
-
     def _left_whole(self, rank: int, needed: Collection[int]) -> set[int]:
         """The whole values that the layers leave on a rank for the tail."""
         shares, home = self._run.tail.shares, self._run.tail.home
@@ -264,17 +331,6 @@ class _Run:
         found: dict[int, list[int]] = {}
         for storage, j in used.items():
             found.setdefault(j, []).append(storage)
-        return found
-
-    def _given(self, ops: Sequence[RawOp]) -> set[int]:
-        """The temporaries that these operators read and do not make."""
-        made, found = set[int](), set[int]()
-        for op in ops:
-            reads = op.reads
-            if op.collective is not None and op.collective.kind == "exchange":
-                reads = frozenset(self._record.views[view].storage for _, view in op.collective.sends)
-            found |= {s for s in reads - made if self._record.storages[s].kind == "temp"}
-            made |= op.writes
         return found
 
     def _make_up(self, storages: Collection[int]) -> None:
@@ -597,13 +653,6 @@ def follow_to_the_end(run: Lockstep, begun: Sequence[int], known: Sequence[set[i
         if given & written and not (alike and all(mine <= follows[rank] for rank in result.ranks)):
             return None
     return _Following(frozenset(written), follows)
-
-
-def covers(record: TraceRecord, view: int) -> bool:
-    """Whether a dense view is all of its storage."""
-    v = record.views[view]
-    nbytes = prod(v.size) * ITEM_BYTES[v.dtype]
-    return nbytes == extent(v) == record.storages[v.storage].nbytes
 
 
 def _last_uses(ops: Sequence[tuple[RawOp, int]], record: TraceRecord, kept: set[int]) -> dict[int, list[int]]:

@@ -23,6 +23,7 @@ import torch
 
 from gpumux.burst.layout import Kinds, Layout, Ranks, lay_out
 from gpumux.burst.norms import BatchNorm, Statistics, Sum, SyncNorm, values_of_a_channel, without_running
+from gpumux.burst.numbering import DRAWS, FILLS
 from gpumux.burst.placement import RankPlacement
 from gpumux.burst.proof import REMEDY, Lockstep, Proven, Tail, described, parts_written, prove_ranks
 from gpumux.capture.microbatch.classify import (
@@ -48,14 +49,6 @@ from gpumux.hostmemory import freed_is_reused
 from gpumux.program.ir import ITEM_BYTES, Tag, TensorRef, View, contiguous_strides, extent
 
 EXCHANGED = "collective"  # target of a RawOp that is one
-
-# Operators that fill a tensor with random numbers and don't read what was there.
-_FILLS = frozenset(
-    ("bernoulli_.float", "uniform_.default", "normal_.default", "exponential_.default", "random_.default",
-     "random_.from", "random_.to", "log_normal_.default", "cauchy_.default", "geometric_.default")
-)  # fmt: skip
-# Operators that make a tensor of random numbers from its size, or like another one.
-_DRAWS = frozenset(("rand", "randn", "randint", "rand_like", "randn_like", "randint_like"))
 
 
 def split_over_ranks(
@@ -133,7 +126,7 @@ def _split(
             proven.splits[about] = prove(
                 pairs, plan, make, Loader(full.record, table, tensors, cuts[g]), joined, spread=True
             )
-        splits[g] = _Split(g, part.record, pairs, plan, proven.splits[about])
+        splits[g] = _Split(g, part.record, pairs, plan, proven.splits[about], make)
     walk = _Walk(full, splits, layout, placement=placement, cut=cut, batch_norm=batch_norm)
     traces = walk.run([(a, dict(zip(parts, b, strict=True))) for _, a, b in returned])
     lockstep = walk.lockstep(traces, [a for _, a, _ in returned])
@@ -183,6 +176,7 @@ class _Split:
     pairs: list[OperatorPair]
     plan: SplitPlan
     proof: Proof
+    make: Callable[[], PartEmitter]  # what the proof ran
 
 
 def _refuse_different(plans: Mapping[int, SplitPlan]) -> None:
@@ -321,7 +315,8 @@ class _Walk:
         kept = {self.record.views[v].storage for v in exits(self.full)}
         kept |= {i for i, storage in enumerate(self.record.storages) if storage.kind == "state"}
         norms = frozenset(self.plan.norms) if self.batch_norm == "rank" else frozenset[int]()
-        return Lockstep(self.pairs, traces, self.ats, written, returned, frozenset(kept), self.tail, norms)
+        parts = None if len(self.splits) > 1 else (self.plan, next(iter(self.splits.values())).make)
+        return Lockstep(self.pairs, traces, self.ats, written, returned, frozenset(kept), self.tail, norms, parts)
 
     # ---- operators on whole values -------------------------------------------------------------------
 
@@ -767,8 +762,8 @@ class _Walk:
     def draw(self, j: int, pair: OperatorPair) -> None:
         """Draw for the whole batch on every rank."""
         op, name = pair.full, ".".join(pair.full.target.split(".")[1:])
-        fills = name in _FILLS
-        if not fills and pair.name not in _DRAWS:
+        fills = name in FILLS
+        if not fills and pair.name not in DRAWS:
             raise NotSplittable(
                 f"{op.where}: {pair.name} draws random numbers as it computes, and ranks could not draw each sample's"
                 " own numbers",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from gpumux.burst.placement import RankPlacement
 from gpumux.burst.proof import Lockstep
 from gpumux.capture.recorder import RawCollective, RawOp
-from gpumux.program.ir import Collective, Program, ScalarRef, View
+from gpumux.program.ir import Collective, Program, ScalarRef, TensorRef, View
 
 # A small VGG's layers, so that samples are moved both ways, scaled, and gradients summed over four ranks and two.
 PLACEMENT = RankPlacement(4, {"0": (0, 1, 2, 3), "3": (0, 1), "7": (2,), "10": (1, 3)})
@@ -70,7 +70,7 @@ def drop_a_sum_on_one_rank(run: Lockstep) -> None:
 
 def drop_a_sum(run: Lockstep) -> None:
     gone = _of(run.traces.ops[0][_places(run, 0, _is("all_reduce"))[0]]).sequence
-    for rank in range(4):
+    for rank in range(len(run.traces.ops)):
         for at in _places(run, rank, lambda op: op.collective is not None and _of(op).sequence == gone):
             _edit(run, rank, at)
 
@@ -153,6 +153,52 @@ def sum_what_is_summed(run: Lockstep) -> None:
         again = replace(ops[at], collective=_of(ops[at])._replace(sequence=1000, scale=1.0))
         _edit(run, rank, at, ops[at], again)
 
+
+# ---- of the layers of two ranks that run the same operators, each on its part of the batch
+
+
+def _as_on_rank_0(run: Lockstep, wanted: Callable[[RawOp], bool]) -> None:
+    """Rank 1 runs the first of these operators on what rank 0 is given."""
+    at = _places(run, 0, wanted)[0]
+    mine, other = run.traces.ops[1][at], run.traces.ops[0][at]
+    assert mine.args != other.args
+    read = {run.traces.record.views[ref.view].storage for ref in other.args if isinstance(ref, TensorRef)}
+    _edit(run, 1, at, replace(mine, args=other.args, reads=frozenset(read)))
+
+
+def read_the_batch_of_another_rank(run: Lockstep) -> None:
+    _as_on_rank_0(run, lambda op: op.target == "aten.embedding.default")
+
+
+def mask_the_samples_of_another_rank(run: Lockstep) -> None:
+    """Rank 1 takes its piece of the mask where rank 0 takes it."""
+    at = _places(run, 0, lambda op: op.target == "aten.copy_.default")[0]
+    mine, other = run.traces.ops[1][at], run.traces.ops[0][at]
+    assert mine.args[1] != other.args[1]
+    _edit(run, 1, at, replace(mine, args=(mine.args[0], other.args[1])))
+
+
+def compute_with_another_number(run: Lockstep) -> None:
+    at = next(at for at in _places(run, 1, lambda op: op.target == "aten.mul.Scalar"))
+    op = run.traces.ops[1][at]
+    _edit(run, 1, at, replace(op, args=(op.args[0], 0.123)))
+
+
+def drop_an_operator_in_place(run: Lockstep) -> None:
+    _edit(run, 1, _places(run, 1, lambda op: op.target == "aten.div_.Scalar")[0])
+
+
+def draw_other_numbers(run: Lockstep) -> None:
+    """Rank 1 draws its second mask in the place of the first."""
+    first, second = _places(run, 1, lambda op: op.random is not None)[:2]
+    _edit(run, 1, first, replace(run.traces.ops[1][first], random=run.traces.ops[1][second].random))
+
+
+OF_EQUAL_LAYERS = (
+    read_the_batch_of_another_rank, mask_the_samples_of_another_rank, compute_with_another_number,
+    drop_an_operator_in_place, draw_other_numbers, misscale_a_sum, drop_a_sum_on_one_rank, drop_a_sum,
+    swap_sums_on_one_rank,
+)  # fmt: skip
 
 OF_OPTIMIZERS = (
     drop_an_update_on_one_rank, update_with_another_number_on_one_rank, sum_after_the_update, sum_what_is_summed,

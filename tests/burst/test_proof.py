@@ -21,6 +21,7 @@ from gpumux.errors import NotSplittable, ProgramError
 from gpumux.program.validate import validate
 from tests.burst.emulate import Change
 from tests.burst.mutations import (
+    OF_EQUAL_LAYERS,
     OF_OPERATORS,
     OF_OPTIMIZERS,
     OF_PROGRAMS,
@@ -75,6 +76,15 @@ def test_a_mistake_in_a_ranks_optimizer_is_found_at_capture(
 ) -> None:
     """An optimizer that runs as the whole step's does is run on no numbers."""
     assert refusal(VGG, data_parallel(2), change, monkeypatch, proof).remedy
+
+
+@pytest.mark.parametrize("change", OF_EQUAL_LAYERS)
+def test_a_mistake_is_found_where_ranks_run_the_proven_parts(
+    change: Callable[[Lockstep], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unchanged, they are run on no numbers."""
+    error = refusal(SUBJECTS["transformer"], data_parallel(2), change, monkeypatch)
+    assert re.search(r"subjects\.py:\d+|the sum over ranks", str(error)), error
 
 
 def equal_layers() -> nn.Module:
@@ -138,10 +148,20 @@ def test_the_unchanged_programs_compute_what_plain_torch_computes() -> None:
         assert difference.largest < 1e-12
 
 
-@pytest.mark.every(3)
-@pytest.mark.parametrize("name", ["vgg", "inception", "transformer"])
-def test_the_phases_of_an_optimizer_share_one_proof_of_the_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+LAYERS_BY_PROOF = {  # parts and ranks in the first phase, then ranks in the second
+    "a plan": ("vgg", PLACEMENT, [True, True, True, False]),
+    "samples returned": ("vgg", data_parallel(2), [True, True, False]),
+    "parts": ("transformer", data_parallel(2), [True, False, False]),
+    "branches": ("inception", data_parallel(4), [True, False, False]),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS_BY_PROOF)
+def test_layers_are_run_once_for_parts_and_once_for_ranks_that_run_others(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """AdamW makes its state in the first step, and SGD its momentum: the layers compute what they do in later ones."""
+    name, placement, expected = LAYERS_BY_PROOF[case]
     layers: list[int] = []  # their operators, by proof
     run = Machine.run
 
@@ -160,9 +180,10 @@ def test_the_phases_of_an_optimizer_share_one_proof_of_the_layers(name: str, mon
     monkeypatch.setattr(split, "prove", noted(split.prove))
     monkeypatch.setattr(split, "prove_ranks", noted(prove_ranks))
     subject = SUBJECTS[name]
-    _, gang = compare(subject, data_parallel(2), 3)
+    difference, gang = compare(subject, placement, 3)
     assert len(gang.checked) == 2  # phases
-    assert [count > 0 for count in layers] == [True, True, False]  # parts and ranks, then ranks of the second
+    assert [count > 0 for count in layers] == expected
+    assert difference.largest < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128, torch.int64])
@@ -177,8 +198,7 @@ def test_the_largest_magnitude_is_that_of_any_element_and_of_what_is_not_finite(
         assert isnan(largest_of(torch.zeros(size, dtype=dtype).index_fill_(0, torch.tensor(size // 2), float("nan"))))
 
 
-@pytest.mark.parametrize("name", ["vgg", "transformer"])
-def test_an_optimizer_over_sums_is_run_on_no_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_over_sums_is_run_on_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank sums shares that were compared where the layers left them, and runs the whole step's operators."""
     left, behind = set[int](), 0
     run, compare_left = Machine.run, proof_of_ranks._Run._compare_left
@@ -199,8 +219,8 @@ def test_an_optimizer_over_sums_is_run_on_no_numbers(name: str, monkeypatch: pyt
     monkeypatch.setattr(Machine, "run", counted)
     monkeypatch.setattr(proof_of_ranks._Run, "_sum", summed)
     monkeypatch.setattr(proof_of_ranks._Run, "_compare_left", compared)
-    difference, gang = compare(SUBJECTS[name], data_parallel(2), 3)
+    difference, gang = compare(VGG, data_parallel(2), 3)
     assert len(gang.checked) == 2  # phases
-    assert len(left) > len(list(SUBJECTS[name].make().parameters()))  # the loss, too
+    assert len(left) > len(list(VGG.make().parameters()))  # the loss, too
     assert behind == 0
     assert difference.largest < 1e-12
