@@ -57,6 +57,9 @@ class Numbering:
             raise Unknown
         return self._number(one.kind, one.key)
 
+    def view(self, index: int) -> View:
+        return self._record.views[index]
+
     def run(self, op: RawOp) -> None:
         """Number what an operator writes. Raises Unknown."""
         if op.collective is not None:

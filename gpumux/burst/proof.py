@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import isfinite
@@ -34,7 +34,7 @@ from gpumux.capture.microbatch.proof import (
     largest_of,
     with_given_statistics,
 )
-from gpumux.capture.recorder import RankTraces, RawCollective, RawOp, TraceRecord
+from gpumux.capture.recorder import RankResult, RankTraces, RawCollective, RawOp, TraceRecord
 from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine, filled
 from gpumux.errors import NotSplittable
 from gpumux.program.ir import ITEM_BYTES, ScalarRef, TensorRef
@@ -81,6 +81,16 @@ class Proven:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts that are proven, and how they were written. `returned`: by view of the whole step, the part's view of a
+    per-sample result that the parts' lie side by side in, as they are."""
+
+    plan: SplitPlan
+    make: Callable[[], PartEmitter]
+    returned: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Lockstep:
     """What is run. `at`: by rank, the operator of the whole step that each of the rank's operators is for. `written`:
     by operator of the whole step, what the ranks make for it. `kept`: storages of the whole step whose values outlive
@@ -96,8 +106,7 @@ class Lockstep:
     # Batch norms of which each rank has statistics of its own: no value after them is the whole step's. They are
     # compared with the running statistics in their place.
     norms: frozenset[int] = frozenset()
-    # How the parts were written that are proven, if all ranks may run them and nothing else.
-    parts: tuple[SplitPlan, Callable[[], PartEmitter]] | None = None
+    parts: Parts | None = None  # those that all ranks may run, and nothing else
 
 
 def prove_ranks(run: Lockstep, load: Load, proven: Proven) -> None:
@@ -198,22 +207,21 @@ def _are_parts(run: Lockstep) -> bool:
     needed, record, tail = _needed_by_the_tail(run), run.traces.record, run.tail
     if run.parts is None or needed is None:
         return False
-    (plan, make), known = run.parts, dict[Any, int]()
-    if plan.norms:  # the proof ran them by other statistics
+    if run.parts.plan.norms:  # the proof ran them by other statistics
         return False
-    emitter = make()
+    emitter, known = run.parts.make(), dict[Any, int]()
     everyone = range(len(run.traces.ops))
     layers = [
         [op for op, j in zip(ops, at, strict=True) if j < tail.begin]
         for ops, at in zip(run.traces.ops, run.at, strict=True)
     ]
-    left = run.kept.union(record.views[v].storage for v in run.results)
-    left |= {record.views[v].storage for result in run.traces.results for v in result.views}
-    if (left - needed).intersection(frozenset[int]().union(*(op.writes for op in chain(*layers)))):
+    returned = list(zip(run.results, run.traces.results, strict=True))
+    whole = {record.views[v].storage for a, result in returned if result.dim is None for v in (a, *result.views)}
+    if ((run.kept | whole) - needed).intersection(frozenset[int]().union(*(op.writes for op in chain(*layers)))):
         return False
     ranks = []
     try:
-        parts = numbering_of_parts(run.pairs[: tail.begin], plan, emitter, known)
+        parts = numbering_of_parts(run.pairs[: tail.begin], run.parts.plan, emitter, known)
         for rank in everyone:
             given = partial(_is_given, run, rank)
             ranks.append(Numbering(record, known, given))
@@ -227,8 +235,27 @@ def _are_parts(run: Lockstep) -> bool:
                 mine = emitter.storage(storage, i) if len(holders) > 1 else storage
                 if ranks[rank].of(storage) != parts.of(mine):
                     return False
+        for a, result in returned:
+            if result.dim is not None and not _is_of_parts(run.parts, emitter, parts, a, ranks, result):
+                return False
     except Unknown:
         return False
+    return True
+
+
+def _is_of_parts(
+    proven: Parts, emitter: PartEmitter, parts: Numbering, whole: int, ranks: Sequence[Numbering], result: RankResult
+) -> bool:
+    """Whether a per-sample result is put together of the ranks' values as it is of the parts'."""
+    if whole not in proven.returned or len(result.ranks) != emitter.count:
+        return False
+    for i, (rank, view) in enumerate(zip(result.ranks, result.views, strict=True)):
+        mine = emitter.record.views[emitter.part_view(proven.returned[whole], i)]
+        given = ranks[rank].view(view)
+        if scaled(emitter.record.views[whole], mine, emitter.count) != result.dim:
+            return False
+        if replace(given, storage=mine.storage) != mine or ranks[rank].of(given.storage) != parts.of(mine.storage):
+            return False
     return True
 
 

@@ -25,7 +25,7 @@ from gpumux.burst.layout import Kinds, Layout, Ranks, lay_out
 from gpumux.burst.norms import BatchNorm, Statistics, Sum, SyncNorm, values_of_a_channel, without_running
 from gpumux.burst.numbering import DRAWS, FILLS
 from gpumux.burst.placement import RankPlacement
-from gpumux.burst.proof import REMEDY, Lockstep, Proven, Tail, described, parts_written, prove_ranks
+from gpumux.burst.proof import REMEDY, Lockstep, Parts, Proven, Tail, described, parts_written, prove_ranks
 from gpumux.capture.microbatch.classify import (
     OperatorPair,
     RunLevel,
@@ -126,7 +126,9 @@ def _split(
             proven.splits[about] = prove(
                 pairs, plan, make, Loader(full.record, table, tensors, cuts[g]), joined, spread=True
             )
-        splits[g] = _Split(g, part.record, pairs, plan, proven.splits[about], make)
+        proof = proven.splits[about]
+        side_by_side = {a: b for a, b in joined if proof.joined[a, b] == 1.0}
+        splits[g] = _Split(g, part.record, pairs, plan, proof, Parts(plan, make, side_by_side))
     walk = _Walk(full, splits, layout, placement=placement, cut=cut, batch_norm=batch_norm)
     traces = walk.run([(a, dict(zip(parts, b, strict=True))) for _, a, b in returned])
     lockstep = walk.lockstep(traces, [a for _, a, _ in returned])
@@ -176,7 +178,7 @@ class _Split:
     pairs: list[OperatorPair]
     plan: SplitPlan
     proof: Proof
-    make: Callable[[], PartEmitter]  # what the proof ran
+    parts: Parts
 
 
 def _refuse_different(plans: Mapping[int, SplitPlan]) -> None:
@@ -315,7 +317,7 @@ class _Walk:
         kept = {self.record.views[v].storage for v in exits(self.full)}
         kept |= {i for i, storage in enumerate(self.record.storages) if storage.kind == "state"}
         norms = frozenset(self.plan.norms) if self.batch_norm == "rank" else frozenset[int]()
-        parts = None if len(self.splits) > 1 else (self.plan, next(iter(self.splits.values())).make)
+        parts = None if len(self.splits) > 1 else next(iter(self.splits.values())).parts
         return Lockstep(self.pairs, traces, self.ats, written, returned, frozenset(kept), self.tail, norms, parts)
 
     # ---- operators on whole values -------------------------------------------------------------------

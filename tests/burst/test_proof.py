@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from math import isnan
 from typing import Any
 
@@ -87,6 +88,24 @@ def test_a_mistake_is_found_where_ranks_run_the_proven_parts(
     assert re.search(r"subjects\.py:\d+|the sum over ranks", str(error)), error
 
 
+def put_results_in_another_order(run: Lockstep) -> None:
+    result = run.traces.results[-1]
+    assert result.ranks == (0, 1)
+    run.traces.results[-1] = replace(result, ranks=(1, 0), views=result.views[::-1])
+
+
+def give_one_result_twice(run: Lockstep) -> None:
+    result = run.traces.results[-1]
+    run.traces.results[-1] = replace(result, ranks=(0, 0), views=(result.views[0],) * 2)
+
+
+@pytest.mark.parametrize("change", [put_results_in_another_order, give_one_result_twice])
+def test_samples_that_are_not_put_together_as_those_of_the_parts_are_found(
+    change: Callable[[Lockstep], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "which the step returns" in str(refusal(VGG, data_parallel(2), change, monkeypatch))
+
+
 def equal_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
 
@@ -148,9 +167,11 @@ def test_the_unchanged_programs_compute_what_plain_torch_computes() -> None:
         assert difference.largest < 1e-12
 
 
+SOME = RankPlacement(2, dict.fromkeys(SUBJECTS["transformer"].layers, (0, 1)) | {"blocks.1": (0,)})
 LAYERS_BY_PROOF = {  # parts and ranks in the first phase, then ranks in the second
     "a plan": ("vgg", PLACEMENT, [True, True, True, False]),
-    "samples returned": ("vgg", data_parallel(2), [True, True, False]),
+    "layers on some ranks": ("transformer", SOME, [True, True, False]),
+    "samples returned": ("vgg", data_parallel(2), [True, False, False]),
     "parts": ("transformer", data_parallel(2), [True, False, False]),
     "branches": ("inception", data_parallel(4), [True, False, False]),
 }
@@ -217,6 +238,7 @@ def test_an_optimizer_over_sums_is_run_on_no_numbers(monkeypatch: pytest.MonkeyP
         compare_left(self, storage)
 
     monkeypatch.setattr(Machine, "run", counted)
+    monkeypatch.setattr(proof_of_ranks, "_are_parts", lambda run: False)  # so that the layers are run
     monkeypatch.setattr(proof_of_ranks._Run, "_sum", summed)
     monkeypatch.setattr(proof_of_ranks._Run, "_compare_left", compared)
     difference, gang = compare(VGG, data_parallel(2), 3)
