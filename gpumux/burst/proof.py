@@ -30,6 +30,7 @@ from gpumux.capture.microbatch.proof import (
     Match,
     Numbers,
     Proof,
+    described,
     largest_difference,
     largest_of,
     with_given_statistics,
@@ -37,7 +38,7 @@ from gpumux.capture.microbatch.proof import (
 from gpumux.capture.recorder import RankResult, RankTraces, RawCollective, RawOp, TraceRecord
 from gpumux.capture.values.machine import UNDEFINED, Inconclusive, Machine, filled
 from gpumux.errors import NotSplittable
-from gpumux.program.ir import ITEM_BYTES, ScalarRef, TensorRef
+from gpumux.program.ir import ITEM_BYTES
 
 REMEDY = "give the layers around it the same ranks in the plan, or submit the step to one daemon"
 
@@ -126,30 +127,6 @@ def prove_ranks(run: Lockstep, load: Load, proven: Proven) -> None:
                 proven.layers.add(layers)
                 return
     raise NotSplittable(f"whether the step can be split over ranks could not be tried out: {reason}", REMEDY)
-
-
-def described(record: TraceRecord, op: RawOp) -> Any:
-    """What an operator does, and on what. Views and host scalars have other numbers in other traces."""
-
-    def seen(arg: Any) -> Any:
-        if isinstance(arg, TensorRef):
-            return of_view(arg.view)
-        if isinstance(arg, ScalarRef):
-            return str(record.scalars[arg.index])
-        return [seen(one) for one in arg] if isinstance(arg, tuple) else arg
-
-    def of_view(view: int) -> Any:
-        v = record.views[view]
-        return v, record.storages[v.storage]
-
-    one = op.collective
-    if one is not None:
-        moved = [[(rank, of_view(view)) for rank, view in each] for each in (one.sends, one.receives)]
-        return one.kind, one.sequence, one.members, [of_view(view) for view in one.views], one.scale, moved
-    outs = [
-        [*map(of_view, out)] if isinstance(out, tuple) else None if out is None else of_view(out) for out in op.outs
-    ]
-    return op.target, seen(op.args), [(name, seen(value)) for name, value in op.kwargs], outs, op.random
 
 
 def _layers(run: Lockstep) -> str:

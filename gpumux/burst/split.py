@@ -13,7 +13,6 @@ takes its part: each sample draws what it draws alone, and generators stay in st
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log, prod
@@ -25,7 +24,7 @@ from gpumux.burst.layout import Kinds, Layout, Ranks, lay_out
 from gpumux.burst.norms import BatchNorm, Statistics, Sum, SyncNorm, values_of_a_channel, without_running
 from gpumux.burst.numbering import DRAWS, FILLS
 from gpumux.burst.placement import RankPlacement
-from gpumux.burst.proof import REMEDY, Lockstep, Parts, Proven, Tail, described, parts_written, prove_ranks
+from gpumux.burst.proof import REMEDY, Lockstep, Parts, Proven, Tail, parts_written, prove_ranks
 from gpumux.capture.microbatch.classify import (
     OperatorPair,
     RunLevel,
@@ -38,7 +37,7 @@ from gpumux.capture.microbatch.classify import (
     scaled,
 )
 from gpumux.capture.microbatch.emit import PartEmitter
-from gpumux.capture.microbatch.proof import Match, Proof, operators, prove
+from gpumux.capture.microbatch.proof import Match, Proof, prove_once
 from gpumux.capture.microbatch.split import Loader, exits, fixed, split_positions, with_operators_once
 from gpumux.capture.recorder import RankResult, RankTraces, RawCollective, RawOp, RawStorage, TraceRecord
 from gpumux.capture.state import StateTable
@@ -121,12 +120,8 @@ def _split(
         plan.shares |= layout.summed
         joined = [(a, b[at]) for _, a, b in returned if _per_sample(full, plan, a)]
         make = _maker(pairs, full, part, plan, g, cuts[g])
-        about = g, _before_sums(full.record, part.record, pairs, plan), frozenset(plan.shares), tuple(joined)
-        if about not in proven.splits:
-            proven.splits[about] = prove(
-                pairs, plan, make, Loader(full.record, table, tensors, cuts[g]), joined, spread=True
-            )
-        proof = proven.splits[about]
+        load, records = Loader(full.record, table, tensors, cuts[g]), (full.record, part.record)
+        proof = prove_once(proven.splits, records, pairs, plan, make, load, joined, spread=True)
         side_by_side = {a: b for a, b in joined if proof.joined[a, b] == 1.0}
         splits[g] = _Split(g, part.record, pairs, plan, proof, Parts(plan, make, side_by_side))
     walk = _Walk(full, splits, layout, placement=placement, cut=cut, batch_norm=batch_norm)
@@ -134,15 +129,6 @@ def _split(
     lockstep = walk.lockstep(traces, [a for _, a, _ in returned])
     prove_ranks(lockstep, Loader(full.record, table, tensors, cut), proven)
     return traces
-
-
-def _before_sums(full: TraceRecord, part: TraceRecord, pairs: list[OperatorPair], plan: SplitPlan) -> Any:
-    """All that a proof of a split depends on: the operators it runs, and what they work on."""
-
-    found = [
-        (j, level, described(full, pair.full), described(part, pair.part)) for j, pair, level in operators(pairs, plan)
-    ]
-    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def _refuse_batch_norms(classified: Mapping[int, tuple[list[OperatorPair], SplitPlan]]) -> None:

@@ -384,6 +384,7 @@ class StepFunction:
         self._twice = twice
         self._clients_generator = clients_generator
         self.microbatches = microbatches
+        self._proofs: dict[Any, Any] = {}  # of splits into microbatches
         # The proof of a split runs operators on the CPU, and the compiler doesn't know a GPU's own operators either.
         self._by_device = not self._parts and not compiled
         self._constants = constants if self._by_device else None
@@ -889,7 +890,7 @@ class StepFunction:
         try:
             if self._over is not None:
                 return replace(first, ranks=self._over.split(first, parts, tensors, self._table))
-            return split(first, parts[self.microbatches], tensors, self.microbatches, self._table)
+            return split(first, parts[self.microbatches], tensors, self.microbatches, self._table, self._proofs)
         finally:
             self._tracer.splits = False
 

@@ -15,6 +15,7 @@ from gpumux.burst import split
 from gpumux.burst.placement import RankPlacement, data_parallel
 from gpumux.burst.programs import check_together
 from gpumux.burst.proof import Lockstep, Proven, prove_ranks
+from gpumux.capture.microbatch import proof as proof_of_parts
 from gpumux.capture.microbatch.proof import Load, largest_of
 from gpumux.capture.recorder import RawOp
 from gpumux.capture.values.machine import Machine
@@ -198,7 +199,7 @@ def test_layers_are_run_once_for_parts_and_once_for_ranks_that_run_others(
         return prove
 
     monkeypatch.setattr(Machine, "run", counted)
-    monkeypatch.setattr(split, "prove", noted(split.prove))
+    monkeypatch.setattr(proof_of_parts, "prove", noted(proof_of_parts.prove))
     monkeypatch.setattr(split, "prove_ranks", noted(prove_ranks))
     subject = SUBJECTS[name]
     difference, gang = compare(subject, placement, 3)

@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from gpumux import client, errors
+from gpumux.capture.microbatch import proof
 from gpumux.capture.microbatch.split import TOLERANCE
 from gpumux.plan.memory import ways
 from gpumux.program.memory import plan
@@ -592,6 +593,37 @@ def test_a_number_that_does_not_divide_the_batch_is_refused_when_submitted_and_l
     for wrong in (0, -1, 1.0, True, 10**6):
         with pytest.raises(errors.ConfigError, match="microbatches is"):
             client.submit(step, example=(x, y), model=model, optimizer=opt, microbatches=wrong, endpoint=endpoint)
+
+
+def test_the_phases_of_an_optimizer_share_one_proof(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdamW makes its state in the first step. A batch of another shape has a proof of its own."""
+    proven: list[int] = []
+    prove = proof.prove
+
+    def counted(*args: Any, **options: Any) -> Any:
+        proven.append(len(args[0]))
+        return prove(*args, **options)
+
+    monkeypatch.setattr(proof, "prove", counted)
+    model, _, _, (x, y) = training()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with client.submit(
+        step, example=(x, y), model=model, optimizer=optimizer, microbatches=2, endpoint=endpoint
+    ) as job:  # fmt: skip
+        assert len(proven) == 1
+        first = [float(job.step(x, y).result()) for _ in range(3)]
+        assert len(proven) == 1
+        job.step(x[: len(x) // 2], y[: len(y) // 2]).result()
+    assert len(proven) == 2
+    assert first[2] < first[0]
 
 
 @pytest.mark.parametrize("splits", [True, False])

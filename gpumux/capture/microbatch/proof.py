@@ -10,6 +10,7 @@ are zero all the same, or that may treat factors otherwise than products and sum
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import product
 from math import isfinite, prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -36,10 +37,10 @@ from gpumux.capture.microbatch.classify import (
 )
 from gpumux.capture.microbatch.emit import PartEmitter
 from gpumux.capture.microbatch.trial import Layout, OperatorTrial, SampleLayout, ShareLayout, side_by_side
-from gpumux.capture.recorder import RawOp
+from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.values.machine import PATTERN_ONLY, UNDEFINED, Inconclusive, Machine, outs_of
 from gpumux.errors import NotSplittable
-from gpumux.program.ir import ITEM_BYTES, View
+from gpumux.program.ir import ITEM_BYTES, ScalarRef, TensorRef, View
 
 # ---- comparing a value of the whole batch with those of the parts
 
@@ -314,6 +315,54 @@ def prove(
                 " coefficient other than 0",
             )
     raise NotSplittable(f"whether the step splits could not be tried out: {reason}", REMEDY)
+
+
+def described(record: TraceRecord, op: RawOp) -> Any:
+    """What an operator does, and on what. Views and host scalars have other numbers in other traces."""
+
+    def seen(arg: Any) -> Any:
+        if isinstance(arg, TensorRef):
+            return of_view(arg.view)
+        if isinstance(arg, ScalarRef):
+            return str(record.scalars[arg.index])
+        return [seen(one) for one in arg] if isinstance(arg, tuple) else arg
+
+    def of_view(view: int) -> Any:
+        v = record.views[view]
+        return v, record.storages[v.storage]
+
+    one = op.collective
+    if one is not None:
+        moved = [[(rank, of_view(view)) for rank, view in each] for each in (one.sends, one.receives)]
+        return one.kind, one.sequence, one.members, [of_view(view) for view in one.views], one.scale, moved
+    outs = [
+        [*map(of_view, out)] if isinstance(out, tuple) else None if out is None else of_view(out) for out in op.outs
+    ]
+    return op.target, seen(op.args), [(name, seen(value)) for name, value in op.kwargs], outs, op.random
+
+
+def prove_once(
+    known: dict[Any, Proof],
+    records: tuple[TraceRecord, TraceRecord],
+    pairs: list[OperatorPair],
+    plan: SplitPlan,
+    make: Callable[[], PartEmitter],
+    load: Load,
+    results: list[tuple[int, int]],
+    spread: bool = False,
+) -> Proof:
+    """What `prove` gives, if it is not among the proofs known of a job's steps, to which it is added: the phases of an
+    optimizer differ behind what is proven. `records`: of the whole step and of a part. Raises as `prove` does."""
+    full, part = records
+    ran = []
+    for j, pair, level in operators(pairs, plan):
+        # A proof names views by their numbers, which are not in a description.
+        views = [(op.args, op.kwargs, op.outs) for op in (pair.full, pair.part)]
+        ran.append((j, level, described(full, pair.full), described(part, pair.part), views))
+    about = make().count, hashlib.sha256(repr(ran).encode()).hexdigest(), frozenset(plan.shares), tuple(results)
+    if about not in known:
+        known[about] = prove(pairs, plan, make, load, results, spread)
+    return known[about]
 
 
 _SPREAD = 1 << 16  # about so many elements of a large value

@@ -27,7 +27,7 @@ from gpumux.capture.microbatch.classify import (
     scaled,
 )
 from gpumux.capture.microbatch.emit import PartEmitter
-from gpumux.capture.microbatch.proof import Numbers, Proof, RunsOnce, is_mostly_alike, prove
+from gpumux.capture.microbatch.proof import Numbers, Proof, RunsOnce, is_mostly_alike, prove_once
 from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.state import StateTable, byte_view
 from gpumux.capture.structure import thaw
@@ -407,8 +407,11 @@ def refuse_effects(raw: RawTrace, name: str, whole: str) -> None:
         )
 
 
-def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: int, table: StateTable) -> RawTrace:
-    """The trace that runs `count` parts of the batch one after the other. Raises NotSplittable."""
+def split(
+    full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: int, table: StateTable, known: dict[Any, Proof]
+) -> RawTrace:
+    """The trace that runs `count` parts of the batch one after the other. `known`: the proofs of the job's other steps,
+    to which its own is added. Raises NotSplittable."""
     pairs = pair_up(full, part)
     cut = split_positions(tensors, count)
     returned = [
@@ -430,7 +433,8 @@ def split(full: RawTrace, part: RawTrace, tensors: list[torch.Tensor], count: in
                     f"the step returns certain samples of the batch (shape {full.record.views[a].size})",
                     "return per-sample values of the whole batch, sums, or means, or submit without microbatches",
                 )
-        proof = prove(pairs, plan, emitter, Loader(full.record, table, tensors, cut), joined)
+        load = Loader(full.record, table, tensors, cut)
+        proof = prove_once(known, (full.record, part.record), pairs, plan, emitter, load, joined)
         return join(full, part, pairs, plan, emitter(plan.shares), proof)
 
     with freed_is_reused():  # the proof takes some times the memory of a step
