@@ -35,7 +35,7 @@ def covers(record: TraceRecord, view: int) -> bool:
 
 
 class Unknown(Exception):
-    """An operator reads what none has made, or is a collective."""
+    """An operator reads what none has made, writes what it does not name, or is a collective."""
 
 
 class Numbering:
@@ -67,6 +67,8 @@ class Numbering:
         _, name, overload = op.target.split(".")
         views = self._record.views
         written = {views[view].storage: None for view in (*outs_of(op.outs), *call_refs(op))}
+        if not op.writes <= written.keys():
+            raise Unknown
         if name in UNDEFINED:
             self._numbers.update((s, self._number("undefined")) for s in written if s in op.writes)
             return
