@@ -196,12 +196,11 @@ def _are_parts(run: Lockstep) -> bool:
     whole = {record.views[v].storage for a, result in returned if result.dim is None for v in (a, *result.views)}
     if ((run.kept | whole) - needed).intersection(frozenset[int]().union(*(op.writes for op in chain(*layers)))):
         return False
-    ranks = []
+    ranks: list[Numbering] = []
     try:
         parts = numbering_of_parts(run.pairs[: tail.begin], run.parts.plan, emitter, known)
         for rank in everyone:
-            given = partial(_is_given, run, rank)
-            ranks.append(Numbering(record, known, given))
+            ranks.append(Numbering(record, known, partial(_is_given, run, rank)))
             for op in layers[rank]:
                 ranks[-1].run(op)
         for storage in needed:
@@ -517,17 +516,21 @@ class _Run:
         """Compare what the layers leave for the tail."""
         if storage not in self._whole:
             return
+        one = self._record.storages[storage]
+        count = one.nbytes // ITEM_BYTES[one.dtype]  # an operator may have allocated more
+        whole = self._whole.flat(storage)[:count]
         ranks, factor = self._run.tail.shares.get(storage, ((), 1.0))
-        whole = self._whole.flat(storage)
         if len(ranks) > 1:
-            total = self._ranks[ranks[0]].flat(storage).clone()
+            total = self._ranks[ranks[0]].flat(storage)[:count].clone()
             for rank in ranks[1:]:
-                total += self._ranks[rank].flat(storage)
-            self._compare_total(storage, whole, total.mul_(factor), "the sum over ranks", ranks[0])
+                total += self._ranks[rank].flat(storage)[:count]
+            total = total if factor == 1.0 else total * factor  # counts are whole numbers
+            self._compare_total(storage, whole, total, "the sum over ranks", ranks[0])
             return
         for rank in ranks or self._run.tail.home[storage]:
             if storage not in self._follows[rank]:
-                self._compare_total(storage, whole, self._ranks[rank].flat(storage), "the layers", rank)
+                mine = self._ranks[rank].flat(storage)[:count]
+                self._compare_total(storage, whole, mine, "the layers", rank)
 
     def _compare_total(
         self, storage: int, whole: torch.Tensor, total: torch.Tensor, where: str, rank: int

@@ -208,6 +208,34 @@ def test_layers_are_run_once_for_parts_and_once_for_ranks_that_run_others(
     assert difference.largest < 1e-12
 
 
+def build_counting(model: nn.Module) -> Built:
+    """Returns the loss, how many samples are right, a whole number, and which."""
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        optimizer.zero_grad()
+        out = model(x)
+        loss = out.square().sum()
+        loss.backward()
+        optimizer.step()
+        right = out.argmax(1) == x.argmax(1)
+        return loss, right.sum(), right
+
+    return [model], [optimizer], [step]
+
+
+COUNTING = Subject("counting", equal_layers, build_counting, lambda: (torch.randn(8, 6),), ("0", "2"))
+
+
+@pytest.mark.parametrize("placement", [data_parallel(2), RankPlacement(2, {"0": (0, 1), "2": (0,)})])
+@pytest.mark.parametrize("numbered", [True, False])
+def test_counts_are_summed(placement: RankPlacement, numbered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not numbered:
+        monkeypatch.setattr(proof_of_ranks, "_are_parts", lambda run: False)
+    difference, _ = compare(COUNTING, placement, 3)
+    assert difference.largest < 1e-12
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128, torch.int64])
 def test_the_largest_magnitude_is_that_of_any_element_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
     values = torch.tensor([1, -7, 3, 5, 2, 4], dtype=dtype).view(2, 3).t()
