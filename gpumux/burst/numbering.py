@@ -2,17 +2,17 @@
 from the same state, batch and random numbers.
 
 A step in which all ranks run all layers, each on its part of the batch, computes what the parts did that the proof of
-the split (capture/microbatch/proof.py) has compared with the whole step. Numbers show it without computing it again.
+the split (capture/microbatch/proof.py) has compared with the whole step. Numbers show it, and no tensor is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import Any
 
-from gpumux.capture.microbatch.classify import OperatorPair, RunLevel, SplitPlan, call_refs, scaled
+from gpumux.capture.microbatch.classify import OperatorPair, call_refs, scaled
 from gpumux.capture.microbatch.emit import PartEmitter
 from gpumux.capture.recorder import RawOp, TraceRecord
 from gpumux.capture.values.machine import PATTERN_ONLY, UNDEFINED, outs_of
@@ -57,8 +57,8 @@ class Numbering:
             raise Unknown
         return self._number(one.kind, one.key)
 
-    def view(self, index: int) -> View:
-        return self._record.views[index]
+    def set(self, storage: int, number: int) -> None:
+        self._numbers[storage] = number
 
     def run(self, op: RawOp) -> None:
         """Number what an operator writes. Raises Unknown."""
@@ -101,29 +101,20 @@ class Numbering:
         return type(arg).__name__, repr(arg)  # 1, 1.0 and True are equal
 
 
-def numbering_of_parts(
-    pairs: Sequence[OperatorPair], plan: SplitPlan, emitter: PartEmitter, known: dict[Any, int]
-) -> Numbering:
-    """What a proof of a split runs: the whole step, and each operator of parts on all of them. `pairs`: those before an
-    optimizer. Raises Unknown."""
-    found = Numbering(emitter.record, known, lambda storage: True)
-    for j, pair in enumerate(pairs):
-        found.run(pair.full)
-        if plan.levels[j] is not RunLevel.PART:
+def run_in_parts(numbering: Numbering, emitter: PartEmitter, j: int, pair: OperatorPair) -> None:
+    """Number what an operator writes on all parts, as the proof of a split has run it. Raises Unknown."""
+    for part in range(emitter.count):
+        ops = emitter.emit(j, part)
+        for extra in emitter.extras:
+            numbering.run(extra)
+        emitter.extras.clear()
+        if pair.full.random is None:
+            for op in ops:
+                numbering.run(op)
             continue
-        for part in range(emitter.count):
-            ops = emitter.emit(j, part)
-            for extra in emitter.extras:
-                found.run(extra)
-            emitter.extras.clear()
-            if pair.full.random is None:
-                for op in ops:
-                    found.run(op)
-                continue
-            for a, b in zip(outs_of(pair.full.outs), outs_of(pair.part.outs), strict=True):
-                into = emitter.part_view(b, part)
-                found.copy(into, emitter.view(_piece(emitter, a, into, part)))
-    return found
+        for a, b in zip(outs_of(pair.full.outs), outs_of(pair.part.outs), strict=True):
+            into = emitter.part_view(b, part)
+            numbering.copy(into, emitter.view(_piece(emitter, a, into, part)))
 
 
 def _piece(emitter: PartEmitter, whole: int, into: int, part: int) -> View:

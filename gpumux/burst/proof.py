@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from gpumux.burst.layout import Ranks
-from gpumux.burst.numbering import Numbering, Unknown, covers, numbering_of_parts
-from gpumux.capture.microbatch.classify import OperatorPair, SplitPlan, ValueKind, scaled
+from gpumux.burst.numbering import Numbering, Unknown, covers, run_in_parts
+from gpumux.capture.microbatch.classify import OperatorPair, RunLevel, SplitPlan, ValueKind, scaled
 from gpumux.capture.microbatch.emit import PartEmitter
 from gpumux.capture.microbatch.proof import (
     Load,
@@ -83,11 +83,13 @@ class Proven:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts that are proven, and how they were written. `returned`: by view of the whole step, the part's view of a
-    per-sample result that the parts' lie side by side in, as they are."""
+    """Parts that are proven, and how they were written. `ratios`: by what the sum of shares is multiplied, by storage.
+    `returned`: by view of the whole step, the part's view of a per-sample result in which the parts' lie side by side,
+    as they are."""
 
     plan: SplitPlan
     make: Callable[[], PartEmitter]
+    ratios: Mapping[int, float]
     returned: Mapping[int, int]
 
 
@@ -111,11 +113,11 @@ class Lockstep:
 
 
 def prove_ranks(run: Lockstep, load: Load, proven: Proven) -> None:
-    """Raises NotSplittable unless all ranks together compute what the whole step does. Layers that are among those
-    proven are not run again, nor are those in which each rank runs its part of the split."""
+    """Raises NotSplittable unless all ranks together compute what the whole step does. Nothing is run if the numbers of
+    what they compute show it; layers that are among those proven are not run again."""
+    if run.parts is not None and _ByNumbers(run, run.parts).prove():
+        return
     reason, layers = "", _layers(run)
-    if layers not in proven.layers and _are_parts(run):
-        proven.layers.add(layers)
     for wide in (True, False):
         for numbers in Numbers:
             try:
@@ -178,61 +180,106 @@ def _given(record: TraceRecord, ops: Sequence[RawOp]) -> set[int]:
     return found
 
 
-def _are_parts(run: Lockstep) -> bool:
-    """Whether each rank computes what one of the proven parts does, as far as the tail reads it, and the layers leave
-    nothing else."""
-    needed, record, tail = _needed_by_the_tail(run), run.traces.record, run.tail
-    if run.parts is None or needed is None:
-        return False
-    if run.parts.plan.norms:  # the proof ran them by other statistics
-        return False
-    emitter, known = run.parts.make(), dict[Any, int]()
-    everyone = range(len(run.traces.ops))
-    layers = [
-        [op for op, j in zip(ops, at, strict=True) if j < tail.begin]
-        for ops, at in zip(run.traces.ops, run.at, strict=True)
-    ]
-    returned = list(zip(run.results, run.traces.results, strict=True))
-    whole = {record.views[v].storage for a, result in returned if result.dim is None for v in (a, *result.views)}
-    if ((run.kept | whole) - needed).intersection(frozenset[int]().union(*(op.writes for op in chain(*layers)))):
-        return False
-    ranks: list[Numbering] = []
-    try:
-        parts = numbering_of_parts(run.pairs[: tail.begin], run.parts.plan, emitter, known)
-        for rank in everyone:
-            ranks.append(Numbering(record, known, partial(_is_given, run, rank)))
-            for op in layers[rank]:
-                ranks[-1].run(op)
-        for storage in needed:
-            holders, _ = tail.shares.get(storage, ((), 1.0))
-            if len(holders) not in (0, 1, emitter.count):
-                return False
-            for i, rank in enumerate(holders or sorted(tail.home[storage])):
-                mine = emitter.storage(storage, i) if len(holders) > 1 else storage
-                if ranks[rank].of(storage) != parts.of(mine):
+class _ByNumbers:
+    """All ranks beside the whole step and its proven parts, by the numbers of what they compute (numbering.py). Each
+    rank has all layers; what ranks sum is what the parts were proven to make up the whole step's value of."""
+
+    def __init__(self, run: Lockstep, parts: Parts) -> None:
+        self._run, self._traces, self._record, self._parts = run, run.traces, run.traces.record, parts
+        self._emitter, known = parts.make(), dict[Any, int]()
+        self._whole = Numbering(self._emitter.record, known, lambda storage: True)
+        everyone = range(len(self._traces.ops))
+        self._ranks = [Numbering(self._record, known, partial(_is_given, run, rank)) for rank in everyone]
+        self._next = [0 for _ in everyone]
+        self._sums: dict[int, tuple[list[int], int]] = {}  # by storage of shares: the parts' numbers, and the whole's
+        self._summed: set[int] = set()
+
+    def prove(self) -> bool:
+        """Whether the ranks compute what the whole step does. What is not shown so may be shown by computing it."""
+        plan, pairs = self._parts.plan, self._run.pairs
+        if plan.norms or self._emitter.count != len(self._ranks):  # the proof ran norms by other statistics
+            return False
+        try:
+            for j, pair in enumerate(pairs):
+                self._whole.run(pair.full)
+                if plan.levels[j] is RunLevel.PART:
+                    run_in_parts(self._whole, self._emitter, j, pair)
+                    self._note_shares(pair.full.writes & plan.shares)
+                if not self._run_ranks(j):
                     return False
-        for a, result in returned:
-            if result.dim is not None and not _is_of_parts(run.parts, emitter, parts, a, ranks, result):
+            return self._run_ranks(len(pairs)) and self._is_all() and self._leaves_the_same()
+        except Unknown:
+            return False
+
+    def _note_shares(self, storages: frozenset[int]) -> None:
+        if storages & self._summed:  # the proof tells how the parts make up what all of them have written
+            raise Unknown
+        for storage in storages:
+            shares = [self._whole.of(self._emitter.storage(storage, part)) for part in range(self._emitter.count)]
+            self._sums[storage] = sorted(shares), self._whole.of(storage)
+
+    def _run_ranks(self, j: int) -> bool:
+        """Run what the ranks have for operator `j`. False if they exchange anything but sums of shares."""
+        while True:
+            waiting: list[RawCollective] = []
+            for rank, ops in enumerate(self._traces.ops):
+                while self._next[rank] < len(ops) and self._run.at[rank][self._next[rank]] == j:
+                    op = ops[self._next[rank]]
+                    if op.collective is not None:
+                        waiting.append(op.collective)
+                        break
+                    self._ranks[rank].run(op)
+                    self._next[rank] += 1
+            if not waiting:
+                return True
+            if any(one != waiting[0] for one in waiting) or not self._is_sum(waiting[0]):
                 return False
-    except Unknown:
-        return False
-    return True
+            self._next = [at + 1 for at in self._next]
 
+    def _is_sum(self, one: RawCollective) -> bool:
+        if one.kind != "all_reduce" or one.members != tuple(range(len(self._ranks))):
+            return False
+        for view in one.views:
+            storage = self._record.views[view].storage
+            parts, whole = self._sums.get(storage, ([], 0))
+            shares = sorted(rank.of(storage) for rank in self._ranks)
+            if not covers(self._record, view) or shares != parts or self._parts.ratios.get(storage) != one.scale:
+                return False
+            for rank in self._ranks:
+                rank.set(storage, whole)
+            self._summed.add(storage)
+        return True
 
-def _is_of_parts(
-    proven: Parts, emitter: PartEmitter, parts: Numbering, whole: int, ranks: Sequence[Numbering], result: RankResult
-) -> bool:
-    """Whether a per-sample result is put together of the ranks' values as it is of the parts'."""
-    if whole not in proven.returned or len(result.ranks) != emitter.count:
-        return False
-    for i, (rank, view) in enumerate(zip(result.ranks, result.views, strict=True)):
-        mine = emitter.record.views[emitter.part_view(proven.returned[whole], i)]
-        given = ranks[rank].view(view)
-        if scaled(emitter.record.views[whole], mine, emitter.count) != result.dim:
+    def _is_all(self) -> bool:
+        return all(at == len(ops) for at, ops in zip(self._next, self._traces.ops, strict=True))
+
+    def _leaves_the_same(self) -> bool:
+        """Whether all that outlives the step, and what it returns, is the whole step's."""
+        for rank, held in enumerate(self._traces.held):
+            own = {s for b, s in self._record.state_storage.items() if rank in self._traces.homes.get(b, ())}
+            if any(self._ranks[rank].of(s) != self._whole.of(s) for s in (held & self._run.kept) | own):
+                return False
+        return all(
+            self._returns(view, result) for view, result in zip(self._run.results, self._traces.results, strict=True)
+        )
+
+    def _returns(self, whole: int, result: RankResult) -> bool:
+        """Whether a result is the whole step's, or put together of the ranks' values as it is of the parts'."""
+        emitter, views = self._emitter, self._record.views
+        mine = [whole]
+        if result.dim is not None:
+            if whole not in self._parts.returned:
+                return False
+            mine = [emitter.part_view(self._parts.returned[whole], i) for i in range(emitter.count)]
+            if scaled(emitter.record.views[whole], emitter.record.views[mine[0]], emitter.count) != result.dim:
+                return False
+        if len(mine) != len(result.views):
             return False
-        if replace(given, storage=mine.storage) != mine or ranks[rank].of(given.storage) != parts.of(mine.storage):
-            return False
-    return True
+        for rank, given, part in zip(result.ranks, result.views, mine, strict=True):
+            a, b = views[given], emitter.record.views[part]
+            if replace(a, storage=b.storage) != b or self._ranks[rank].of(a.storage) != self._whole.of(b.storage):
+                return False
+        return True
 
 
 def _is_given(run: Lockstep, rank: int, storage: int) -> bool:

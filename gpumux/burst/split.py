@@ -123,7 +123,7 @@ def _split(
         load, records = Loader(full.record, table, tensors, cuts[g]), (full.record, part.record)
         proof = prove_once(proven.splits, records, pairs, plan, make, load, joined, spread=True)
         side_by_side = {a: b for a, b in joined if proof.joined[a, b] == 1.0}
-        splits[g] = _Split(g, part.record, pairs, plan, proof, Parts(plan, make, side_by_side))
+        splits[g] = _Split(g, part.record, pairs, plan, proof, Parts(plan, make, proof.ratios, side_by_side))
     walk = _Walk(full, splits, layout, placement=placement, cut=cut, batch_norm=batch_norm)
     traces = walk.run([(a, dict(zip(parts, b, strict=True))) for _, a, b in returned])
     lockstep = walk.lockstep(traces, [a for _, a, _ in returned])

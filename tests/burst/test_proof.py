@@ -89,6 +89,29 @@ def test_a_mistake_is_found_where_ranks_run_the_proven_parts(
     assert re.search(r"subjects\.py:\d+|the sum over ranks", str(error)), error
 
 
+def equal_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+def build_counting(model: nn.Module) -> Built:
+    """Returns the loss, how many samples are right, a whole number, and which."""
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        optimizer.zero_grad()
+        out = model(x)
+        loss = out.square().sum()
+        loss.backward()
+        optimizer.step()
+        right = out.argmax(1) == x.argmax(1)
+        return loss, right.sum(), right
+
+    return [model], [optimizer], [step]
+
+
+COUNTING = Subject("counting", equal_layers, build_counting, lambda: (torch.randn(8, 6),), ("0", "2"))
+
+
 def put_results_in_another_order(run: Lockstep) -> None:
     result = run.traces.results[-1]
     assert result.ranks == (0, 1)
@@ -105,10 +128,6 @@ def test_samples_that_are_not_put_together_as_those_of_the_parts_are_found(
     change: Callable[[Lockstep], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "which the step returns" in str(refusal(VGG, data_parallel(2), change, monkeypatch))
-
-
-def equal_layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
 
 
 def build_frozen(model: nn.Module) -> Built:
@@ -174,6 +193,7 @@ LAYERS_BY_PROOF = {  # parts and ranks in the first phase, then ranks in the sec
     "layers on some ranks": ("transformer", SOME, [True, True, False]),
     "samples returned": ("vgg", data_parallel(2), [True, False, False]),
     "parts": ("transformer", data_parallel(2), [True, False, False]),
+    "counts behind the optimizer": ("counting", data_parallel(2), [True, False, True, False]),
     "branches": ("inception", data_parallel(4), [True, False, False]),
 }
 
@@ -201,37 +221,18 @@ def test_layers_are_run_once_for_parts_and_once_for_ranks_that_run_others(
     monkeypatch.setattr(Machine, "run", counted)
     monkeypatch.setattr(proof_of_parts, "prove", noted(proof_of_parts.prove))
     monkeypatch.setattr(split, "prove_ranks", noted(prove_ranks))
-    subject = SUBJECTS[name]
+    subject = (SUBJECTS | {"counting": COUNTING})[name]
     difference, gang = compare(subject, placement, 3)
     assert len(gang.checked) == 2  # phases
     assert [count > 0 for count in layers] == expected
     assert difference.largest < 1e-12
 
 
-def build_counting(model: nn.Module) -> Built:
-    """Returns the loss, how many samples are right, a whole number, and which."""
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        optimizer.zero_grad()
-        out = model(x)
-        loss = out.square().sum()
-        loss.backward()
-        optimizer.step()
-        right = out.argmax(1) == x.argmax(1)
-        return loss, right.sum(), right
-
-    return [model], [optimizer], [step]
-
-
-COUNTING = Subject("counting", equal_layers, build_counting, lambda: (torch.randn(8, 6),), ("0", "2"))
-
-
 @pytest.mark.parametrize("placement", [data_parallel(2), RankPlacement(2, {"0": (0, 1), "2": (0,)})])
 @pytest.mark.parametrize("numbered", [True, False])
 def test_counts_are_summed(placement: RankPlacement, numbered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not numbered:
-        monkeypatch.setattr(proof_of_ranks, "_are_parts", lambda run: False)
+        monkeypatch.setattr(proof_of_ranks._ByNumbers, "prove", lambda self: False)
     difference, _ = compare(COUNTING, placement, 3)
     assert difference.largest < 1e-12
 
@@ -267,7 +268,7 @@ def test_an_optimizer_over_sums_is_run_on_no_numbers(monkeypatch: pytest.MonkeyP
         compare_left(self, storage)
 
     monkeypatch.setattr(Machine, "run", counted)
-    monkeypatch.setattr(proof_of_ranks, "_are_parts", lambda run: False)  # so that the layers are run
+    monkeypatch.setattr(proof_of_ranks._ByNumbers, "prove", lambda self: False)  # so that the layers are run
     monkeypatch.setattr(proof_of_ranks._Run, "_sum", summed)
     monkeypatch.setattr(proof_of_ranks._Run, "_compare_left", compared)
     difference, gang = compare(VGG, data_parallel(2), 3)
